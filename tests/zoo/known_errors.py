@@ -183,7 +183,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
     "Weights in 4 bits": {
         "codes pass for numbers": KnownError(
             checks.codes_in_bfloat16,
-            "model.frozen.formats.stored_weight",
+            "model.frozen.formats.four_bit",
             "codes[start * units : stop * units].view(torch.uint8)",
             "codes[start * units : stop * units].float().to(codes.dtype).view(torch.uint8)",
         ),

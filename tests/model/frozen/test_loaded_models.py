@@ -30,7 +30,7 @@ from tests.mutation import Change, mutated
 MUTATIONS: dict[str, Change] = {  # noticed in losses and gradients
     "columns of the first rank": ("model.frozen.packed_weight", "columns_here.start, packed", "0, packed"),
     "scales of other rows": (
-        "model.frozen.formats.stored_weight",
+        "model.frozen.formats.four_bit",
         "view(rows, -1)[part]",
         "view(rows, -1).flip(0)[part]",
     ),

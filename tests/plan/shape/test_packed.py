@@ -6,7 +6,8 @@ import pytest
 
 from longspan.errors import PlanError
 from longspan.model.presets import PRESETS
-from longspan.plan.shape.packed import NF4, FrozenWeights, find_packed_rows, packed_weights_of_model
+from longspan.plan.shape.packed import FrozenWeights, find_packed_form, packed_weights_of_model
+from longspan.plan.shape.quantization import NF4, NF4_FORM
 
 LLAMA_70B: dict[str, Any] = {"model_type": "llama", **PRESETS["llama-3.3-70b-instruct"].values}
 QWEN3_32B: dict[str, Any] = {"model_type": "qwen3", **PRESETS["qwen3-32b"].values}
@@ -65,6 +66,8 @@ def quantized(config: dict[str, Any], method: str, **settings: Any) -> dict[str,
 
 FLOAT8 = {"num_bits": 8, "type": "float"}
 BLOCKS = {"weights": FLOAT8 | {"strategy": "block", "block_structure": [128, 128]}}
+ROWS = {"weights": FLOAT8 | {"strategy": "channel"}}
+ATTENTION_IN_BLOCKS = {"targets": [r"re:.*\.self_attn\..*_proj"], **BLOCKS}
 # Bytes of rows of 128, 256 and 320 columns: of attention's products in and out, and of the MLP's.
 IN_BLOCKS = 768 * 132 + 128 * 264 + 640 * 132 + 128 * 332
 BY_ROWS = 768 * 132 + 128 * 260 + 640 * 132 + 128 * 324
@@ -89,6 +92,18 @@ BY_ROWS = 768 * 132 + 128 * 260 + 640 * 132 + 128 * 324
             quantized(DENSE, "compressed-tensors", ignore=["re:.*mlp.*"], config_groups={"": BLOCKS}),
             768 * 132 + 128 * 264,
         ),
+        # groups that name modules go before one of all linears; what no group names is whole
+        *(
+            (
+                quantized(DENSE, "compressed-tensors", config_groups={"0": {"targets": [every], **ROWS}, "1": group}),
+                size,
+            )
+            for every, group, size in (
+                ("Linear", ATTENTION_IN_BLOCKS, 768 * 132 + 128 * 264 + 640 * 132 + 128 * 324),
+                ("re:.*(gate|up|down)_proj$", ATTENTION_IN_BLOCKS, 768 * 132 + 128 * 264 + 640 * 132 + 128 * 324),
+                ("lm_head", ATTENTION_IN_BLOCKS, 768 * 132 + 128 * 264),
+            )
+        ),
     ],
 )
 def test_bytes_of_a_quantised_folder(config: dict[str, Any], size: float) -> None:
@@ -96,14 +111,23 @@ def test_bytes_of_a_quantised_folder(config: dict[str, Any], size: float) -> Non
     assert stored == auto and (stored.bytes + stored.experts_bytes) == 2 * size
     of_text = {"quantization_config": config["quantization_config"], "text_config": config}
     assert packed_weights_of_model(of_text, "stored") == stored
+    assert packed_weights_of_model({"text_config": config}, "stored") == stored
 
 
 def test_folders_that_hold_nothing_to_read() -> None:
     words: tuple[FrozenWeights, ...] = ("whole", "auto")
     for config in (DENSE, quantized(DENSE, "gptq")):
         assert not any(any(packed_weights_of_model(config, word)) for word in words)
-        assert find_packed_rows(config, "nf4") == NF4
+        assert find_packed_form(config, "nf4") == NF4_FORM
     with pytest.raises(PlanError, match='"stored", and dict holds its weights whole, without a quantization_config'):
-        find_packed_rows(DENSE, "stored")
-    with pytest.raises(PlanError, match="holds its weights in gptq, which is not read; use nf4 or whole"):
-        find_packed_rows(quantized(DENSE, "gptq"), "stored")
+        find_packed_form(DENSE, "stored")
+    int4 = {"weights": {"num_bits": 4, "type": "int"}}
+    for method, settings in (
+        ("gptq", {}),
+        ("fp8", {"weight_block_size": [128]}),
+        ("compressed-tensors", {"config_groups": {"0": BLOCKS, "1": int4}}),
+        ("compressed-tensors", {"config_groups": {"0": None}}),
+    ):
+        with pytest.raises(PlanError, match=f"holds its weights in {method}, which is not read; use nf4 or whole"):
+            find_packed_form(quantized(DENSE, method, **settings), "stored")
+        assert find_packed_form(quantized(DENSE, method, **settings), "auto") is None

@@ -31,7 +31,7 @@ from longspan.plain_text import gib_text, number_text, seconds_text, text_table
 from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.settings import CHOSEN_SETTINGS, Bytes
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.plan.shape.packed import find_packed_rows
+from longspan.plan.shape.packed import find_packed_form
 from longspan.resolve.evaluation import plan_type_text
 from longspan.resolve.facts import Facts, evenly_spaced_numbers
 from longspan.resolve.resolved import NothingFitsError, Reasons, resolve
@@ -207,7 +207,7 @@ def _frozen_form(fit: Fit) -> str:
     config = fit.way.config
     if not config.lora.rank:
         return ""
-    packed = find_packed_rows(fit.way.facts.model, config.model.frozen)
+    packed = find_packed_form(fit.way.facts.model, config.model.frozen)
     return packed.name if packed else config.model.dtype
 
 
@@ -469,13 +469,13 @@ def _with_nf4(answer: Answer, facts: Facts) -> Answer:
 
 def _leaves_frozen_open(run: GpuRun) -> bool:
     model = run.config.model
-    return run.config.lora.rank > 0 and model.frozen == AUTO and not find_packed_rows(run.model, AUTO)
+    return run.config.lora.rank > 0 and model.frozen == AUTO and not find_packed_form(run.model, AUTO)
 
 
 def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
     """Find the longest document that fits with the frozen weights of an adapter's run in 4 bits; 0 for other runs."""
     config = run.config
-    if not config.lora.rank or find_packed_rows(run.model, config.model.frozen):
+    if not config.lora.rank or find_packed_form(run.model, config.model.frozen):
         return 0
     try:
         return find_longest(config.with_keys("model", frozen="nf4"), facts)[0]

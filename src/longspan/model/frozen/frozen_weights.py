@@ -28,9 +28,7 @@ from longspan.model.tensor_parallel.module_styles import SPLIT_INPUT, list_style
 from longspan.model.weights.fill import stored_formats
 from longspan.plain_text import bytes_text
 from longspan.plan.shape.families import ROWWISE
-
-_LEAST_ROWS = 64  # fewer outputs are one number a head, or a gate of experts
-_ROUTERS = ("gate", "router")  # that are plain linears
+from longspan.plan.shape.packed import LEAST_ROWS, may_pack_linear
 
 
 def weights_to_pack(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
@@ -48,7 +46,7 @@ def weights_to_pack(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
             places |= {f"{path}.{name}": (module, name) for name in matrices}
         elif type(module) is nn.Linear:
             linear_name = name_without_adapter(path).rpartition(".")[2]
-            if module.out_features >= _LEAST_ROWS and linear_name not in _ROUTERS:
+            if may_pack_linear(linear_name, module.out_features):
                 places[f"{path}.weight"] = module, "weight"
     return places
 
@@ -101,7 +99,7 @@ class FrozenFeature(Feature):
     def __init__(self, call: Call) -> None:
         super().__init__(call)
         check_fsdp_names("frozen weights in 4 or 8 bits take", "whole weights")
-        self._formats = dict[str, PackedFormat]()
+        self._formats: dict[str, PackedFormat] | None = None
 
     @contextmanager
     def checks_context(self, model: nn.Module) -> Iterator[None]:
@@ -111,8 +109,7 @@ class FrozenFeature(Feature):
             yield
 
     def refuse(self, model: PreTrainedModel) -> None:
-        """Choose each weight's format, which later methods read, or raise ModelError with the reasons against it."""
-        self._formats = choose_formats(model, self.options.frozen)
+        """Raise ModelError with the reasons against packed weights, or against their formats."""
         if reasons := [*self._reasons(model)]:
             raise ModelError(
                 f"the weights of {architecture_name(model)} cannot be frozen as {self.options.frozen!r}: "
@@ -122,14 +119,15 @@ class FrozenFeature(Feature):
     @torch.no_grad()
     def convert(self, model: PreTrainedModel, execution: Execution) -> None:
         """Make weights whole whose codes are not kept, and describe those that will be packed."""
+        formats = self._chosen_formats(model)
         for name, module in model.named_modules():
-            if OWN_CODES in vars(module) and f"{name}.weight" not in self._formats:  # a router, say, or the head
+            if OWN_CODES in vars(module) and f"{name}.weight" not in formats:  # a router, say, or the head
                 values = vars(module).pop(OWN_CODES)[...].to(model.dtype)
                 module.weight = nn.Parameter(values, requires_grad=False)
-        sizes = packed_sizes(model, self._formats)
-        names = " and ".join(sorted({packed.name for packed in self._formats.values()}))
+        sizes = packed_sizes(model, formats)
+        names = " and ".join(sorted({packed.name for packed in formats.values()}))
         self.description["frozen"] = (
-            f"{names}: {plural(len(self._formats), 'weight')} of decoder layers, {100 * sizes.share:.1f} % of the "
+            f"{names}: {plural(len(formats), 'weight')} of decoder layers, {100 * sizes.share:.1f} % of the "
             f"model's numbers, {bytes_text(sizes.packed_bytes)} in place of {bytes_text(sizes.whole_bytes)} in "
             f"{str(model.dtype).removeprefix('torch.')}"
         )
@@ -137,18 +135,19 @@ class FrozenFeature(Feature):
     def place(self, model: PreTrainedModel, root: nn.Module) -> None:
         """Pack the weights: behind tensor parallelism, whose slices are packed, and before anything is sharded."""
         accept_integer_shards()
+        formats = self._chosen_formats(model)
         dtype = self.options.sharding(self.world).compute_dtype_of(model)
         sharing = defaultdict[int, list[tuple[str, nn.Module, str]]](list)  # modules that share a weight
         for name, (module, attribute) in weights_to_pack(model).items():
-            if name in self._formats:
+            if name in formats:
                 sharing[id(getattr(module, attribute))].append((name, module, attribute))
         for entries in sharing.values():
             name, module, attribute = entries[0]
             parameter: Any = getattr(module, attribute)
-            column_dim = -2 if self._formats[name].transposed else -1
+            column_dim = -2 if formats[name].transposed else -1
             columns = getattr(parameter, "_local_tensor", parameter).shape[column_dim]
             read_dtype = None if self.options.frozen == "stored" else parameter.dtype
-            record = PackedWeight(self._formats[name], columns, parameter.shape[column_dim], dtype, read_dtype)
+            record = PackedWeight(formats[name], columns, parameter.shape[column_dim], dtype, read_dtype)
             codes = vars(module).pop(OWN_CODES, None)
             pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device, codes)
 
@@ -157,23 +156,29 @@ class FrozenFeature(Feature):
         for model in models:
             unpack_when_gathered(model)
 
+    def _chosen_formats(self, model: PreTrainedModel) -> dict[str, PackedFormat]:
+        """The first call, in `refuse`, chooses: later the model's weights do not tell how they are stored."""
+        if self._formats is None:
+            self._formats = choose_formats(model, self.options.frozen)
+        return self._formats
+
     def _reasons(self, model: PreTrainedModel) -> Iterator[str]:
-        """Yield why this model's weights cannot be frozen in the chosen formats."""
+        formats = self._chosen_formats(model)
         if not self.options.shard_parameters:
             yield "a copy of all weights on every rank (shard_parameters=False) is not packed; shard them"
-        if self.options.frozen == "stored" and not self._formats:
+        if self.options.frozen == "stored" and not formats:
             yield (
                 "it is read from no folder in 4 or 8 bits (as longspan train does with lora.rank), and was not loaded "
                 "in them by transformers (BitsAndBytesConfig); under an adapter of peft load the folder with "
                 'load_model(folder, quantized=True), which dequantises it, and use frozen="nf4"'
             )
-        elif not self._formats:
+        elif not formats:
             layers = tuple(f"{name}." for name in decoder_layers(model))
             modules = ((name, m) for name, m in model.named_modules() if type(m) is nn.Linear)
             linears = [m for name, m in modules if name.startswith(layers) and not belongs_to_adapter(f"{name}.")]
             yield (
                 f"its decoder layers have no experts, and none of their {plural(len(linears), 'linear')} has the "
-                f"{_LEAST_ROWS} outputs from which on weights are packed (the most have "
+                f"{LEAST_ROWS} outputs from which on weights are packed (the most have "
                 f"{max((m.out_features for m in linears), default=0)})"
             )
         if not any("lora_" in name for name, _ in model.named_parameters()):
@@ -184,14 +189,14 @@ class FrozenFeature(Feature):
             yield "DoRA (use_dora) needs norms of the weights, which layers have only while they are gathered"
         copied = [name for name, m in peft_modules(model).items() if has_trained_copy(m)]
         inside = tuple(f"{name}.original_module." for name in copied)
-        if trained := [name for name in self._formats if name.startswith(inside)] if inside else []:
+        if trained := [name for name in formats if name.startswith(inside)] if inside else []:
             yield f"modules_to_save trains {trained[0].partition('.original_module')[0]}, which would be packed"
-        if trained := [name for name in self._formats if model.get_parameter(name).requires_grad]:
+        if trained := [name for name in formats if model.get_parameter(name).requires_grad]:
             yield f"{plural(len(trained), 'weight')} of them ({trained[0]}) are trained; freeze them"
-        yield from self._shape_reasons(model)
+        yield from self._shape_reasons(model, formats)
 
-    def _shape_reasons(self, model: PreTrainedModel) -> Iterator[str]:
-        """Yield why the first weight that does not fit its format does not, and how many more there are.
+    def _shape_reasons(self, model: PreTrainedModel, formats: Mapping[str, PackedFormat]) -> Iterator[str]:
+        """Of weights that do not fit their formats the first one's reason is told.
 
         Row-wise styles cut the columns of a weight: a rank's part of its rows is packed by itself, and must fit.
         """
@@ -201,7 +206,7 @@ class FrozenFeature(Feature):
             cut = {f"{entry.name}.weight" for entry in list_styles(model) if entry.style in (ROWWISE, SPLIT_INPUT)}
             cut |= {f"{name}.{mixer_parts(name, m, tp).output}.weight" for name, m in find_mixers(model).items()}
         reasons = dict[str, str]()
-        for name, packed in self._formats.items():
+        for name, packed in formats.items():
             columns = model.get_parameter(name).shape[-2 if packed.transposed else -1]
             parts = tp if name_without_adapter(name) in cut else 1
             if tp > 1 and packed.transposed:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longspan.errors import ModelError
 from longspan.lazy import import_triton_kernels
-from longspan.plan.shape.packed import NF4 as ROWS, PackedRows
+from longspan.plan.shape.quantization import NF4 as ROWS, PackedRows
 
 _PIECE = 1 << 22  # numbers that are converted at once by torch
 

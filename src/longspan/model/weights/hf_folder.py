@@ -18,6 +18,7 @@ from longspan.errors import ModelError, plural
 from longspan.files import read_json
 from longspan.model.presets import PRESETS
 from longspan.model.weights.tokenizer_files import GENERATION
+from longspan.plan.shape.quantization import find_quantization_settings
 
 # Every from_pretrained of a folder gets these options.
 FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}
@@ -156,14 +157,9 @@ def weight_files(folder: Path, *, quantized: bool = False) -> list[Path]:
 def quantization_settings(folder: Path) -> dict[str, Any]:
     """Return the `quantization_config` of a folder's config.json, also of one of its parts; empty: whole weights."""
     try:
-        values: dict[str, Any] = read_json(folder / "config.json")
-        parts = values, *values.values()  # the text configuration, say
-    except (ValueError, AttributeError, OSError):  # whoever reads the configuration says so
+        return find_quantization_settings(read_json(folder / "config.json"))
+    except (ValueError, TypeError, OSError):  # whoever reads the configuration says so
         return {}
-    for part in parts:
-        if isinstance(part, dict) and (settings := part.get(_QUANTIZED)):
-            return settings
-    return {}
 
 
 def _folder_advice() -> str:

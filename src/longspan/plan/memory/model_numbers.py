@@ -24,7 +24,8 @@ from longspan.plan.shape.layers import (
 )
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.name_patterns import meets_any
-from longspan.plan.shape.packed import PackedRows, find_packed_rows, packed_weights_of_layer
+from longspan.plan.shape.packed import find_packed_form, packed_weights_of_layer
+from longspan.plan.shape.quantization import PackedForm
 
 if TYPE_CHECKING:  # of models with images
     from longspan.plan.items.encoder_shape import EncoderShape
@@ -119,9 +120,9 @@ class ModelNumbers:
             trained = weights * settings.trains_all
             return Numbers(weights, trained, weights, trained)
 
-        rows = None if settings.trains_all else find_packed_rows(config, settings.frozen_weights)
+        form = None if settings.trains_all else find_packed_form(config, settings.frozen_weights)
         numbers_of_kinds = {
-            kind: _count_layer_parameters(read, kind, mixer, home, settings, rows) for kind in dict.fromkeys(kinds)
+            kind: _count_layer_parameters(read, kind, mixer, home, settings, form) for kind in dict.fromkeys(kinds)
         }
         layers = [
             numbers_of_kinds[kind].freeze(settings.frozen_names, f"model.layers.{number}.{_ANY_NAME}")
@@ -162,12 +163,12 @@ def _count_layer_parameters(
     mixer: MixerShape | None,
     home: Layout,
     settings: MemorySettings,
-    rows: PackedRows | None,
+    form: PackedForm | None,
 ) -> Numbers:
     """Count a layer's parameters on a rank: linears are split over tp, experts over ep (their shards over tp too),
     the two norms are whole. With adapters these alone are trained: rank · (inputs + outputs) of each linear that has
-    one; `rows` say how the frozen weights are packed (None: they are not). `all` of Weights has only the experts that a
-    token visits, so that experts are counted apart.
+    one; `form` says how the frozen weights are packed (None: they are not). `all` of Weights has only the experts that
+    a token visits, so that experts are counted apart.
     """
     parts = layer_parts(read, kind, mixer)
     experts = sum(weights.of_experts + weights.unvisited for weights in parts)
@@ -194,7 +195,7 @@ def _count_layer_parameters(
             expert_widths += inputs + width
         widths += count * expert_widths
     adapters = settings.lora_rank * widths
-    packed = packed_weights_of_layer(read, kind, mixer, rows, home.tp)
+    packed = packed_weights_of_layer(read, kind, mixer, form, home.tp)
     return Numbers(
         whole + adapters,
         adapters,

@@ -10,6 +10,7 @@ from longspan.errors import PlanError
 from longspan.files import read_json
 from longspan.plan.shape.class_defaults import class_default, default_section_type, names_in_files, section_type
 from longspan.plan.shape.families import Family, find_family
+from longspan.plan.shape.quantization import find_quantization_settings
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -110,6 +111,10 @@ class ConfigReader:
             values = cast(dict[str, Any], section)
             section = values | {"model_type": section_type(self.model_type, name, values.get("model_type"))}
         return ConfigReader(section, f"{name} of {self.where}")
+
+    def quantization_settings(self) -> dict[str, Any]:
+        """Return the `quantization_config`, also of one of the configuration's parts; {} without one."""
+        return find_quantization_settings(self._config)
 
     def experts_attribute_and_count(self) -> tuple[str, int]:
         """Return the attribute that counts a layer's experts, and its count; "" and 0 without experts."""

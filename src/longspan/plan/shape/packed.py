@@ -4,10 +4,9 @@ Packed are the linears of decoder layers: of attention, of MLPs and shared exper
 and out of state-space layers. Embeddings, head, norms, routers, convolutions, towers and depths stay whole.
 """
 
-import re
 from typing import Any, Literal, NamedTuple
 
-from longspan.errors import PlanError
+from longspan.errors import ModelError, PlanError
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import (
     LayerKind,
@@ -18,51 +17,30 @@ from longspan.plan.shape.layers import (
     layer_kinds,
     read_mixer_shape,
 )
+from longspan.plan.shape.quantization import NF4_FORM, LayerModules, PackedForm, read_quantization
 
 FrozenWeights = Literal["auto", "whole", "nf4", "stored"]
-# Names under which a folder leaves a part of its layers as it is
-_ATTENTION = frozenset(("self_attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj"))
-_MIXER = frozenset(("linear_attn", "mamba", "mixer", "conv", "in_proj", "out_proj"))
-_MLP = frozenset(("mlp", "feed_forward", "gate_proj", "up_proj", "down_proj"))
-_EXPERTS = frozenset(("mlp", "feed_forward", "experts"))
+
+# A linear with fewer outputs has one number a head, or is a gate of experts.
+LEAST_ROWS = 64
+# These routers are plain linears.
+_ROUTERS = ("gate", "router")
 
 
-class PackedRows(NamedTuple):
-    """How a row of numbers lies as bytes: codes, and a scale for each `block` of them (0: one for the row).
-
-    >>> NF4.row_bytes(4096) / 4096, NF4.reason_against(100)
-    (0.5625, 'its rows have 100 numbers, which blocks of 64 do not divide')
-
-    `whole` are names of modules that a folder leaves whole.
-    """
-
-    name: str
-    number_bytes: float
-    block: int
-    scale_bytes: int
-    whole: frozenset[str] = frozenset()
-
-    def row_bytes(self, columns: int) -> int:
-        """Return how many bytes a row of so many numbers takes."""
-        return int(columns * self.number_bytes) + -(-columns // (self.block or columns)) * self.scale_bytes
-
-    def reason_against(self, columns: int, parts: int = 1) -> str:
-        """Return why rows of `columns` numbers, each cut into `parts` for tensor-parallel ranks, cannot be packed; ""
-        if they can.
-        """
-        columns_of_part = columns // parts
-        # A whole row of bytes may end with a shorter block; blocks of half bytes, and of a row that is cut, divide it.
-        ends_with_any_block = self.number_bytes == 1 and parts == 1
-        if not self.block or ends_with_any_block or columns_of_part % self.block == 0:
-            return ""
-        reason = f"its rows have {columns_of_part} numbers, which blocks of {self.block} do not divide"
-        return reason + (f" on each of {parts} tensor-parallel ranks; use tp 1" if parts > 1 else "")
+def may_pack_linear(name: str, rows: int) -> bool:
+    """Return whether a linear of a decoder layer may be packed, by the last word of its name and its outputs."""
+    return rows >= LEAST_ROWS and name not in _ROUTERS
 
 
-NF4 = PackedRows("nf4", 0.5, 64, 4)
-MXFP4 = PackedRows("mxfp4", 0.5, 32, 1)
-INT8 = PackedRows("int8", 1, 0, 4)
-FLOAT8 = PackedRows("float8", 1, 0, 4)
+# Parts of a layer, by the names under which a folder may leave them as they are, or stores them in another way.
+def _modules(names: str, *paths: str) -> LayerModules:
+    return LayerModules(frozenset(names.split()), tuple(f"model.layers.0.{path}" for path in paths))
+
+
+_ATTENTION = _modules("self_attn attention q_proj k_proj v_proj o_proj", "self_attn.q_proj", "self_attn.o_proj")
+_MIXER = _modules("linear_attn mamba mixer conv in_proj out_proj", "linear_attn.in_proj", "mixer.out_proj")
+_MLP = _modules("mlp feed_forward gate_proj up_proj down_proj", "mlp.gate_proj", "mlp.down_proj")
+_EXPERTS = _modules("mlp feed_forward experts", "mlp.experts.0.gate_proj", "mlp.experts.0.down_proj")
 
 
 class PackedWeights(NamedTuple):
@@ -74,48 +52,35 @@ class PackedWeights(NamedTuple):
     experts_bytes: float = 0.0
 
 
-def find_packed_rows(config: Any, frozen: FrozenWeights) -> PackedRows | None:
-    """Return how the frozen weights of a model lie as bytes; None if they are whole. "auto" and "stored" keep the
-    format that the model's `quantization_config` names; if it names none that is known, "auto" is whole, and "stored"
-    raises PlanError.
+def find_packed_form(config: Any, frozen: FrozenWeights) -> PackedForm | None:
+    """Return how the frozen weights of a model are packed; None if they are whole. "auto" and "stored" keep the form
+    that the model's `quantization_config` names; if it names none that is known, "auto" is whole, and "stored" raises
+    PlanError.
     """
     if frozen in ("whole", "nf4"):
-        return NF4 if frozen == "nf4" else None
+        return NF4_FORM if frozen == "nf4" else None
     read = ConfigReader.read_whole_model(config)
-    stored = read.section("quantization_config")
-    method = stored.value("quant_method")
-    rows = None
-    if method == "fp8":  # in blocks (rows, columns), or with one scale for each tensor, repeated in its rows
-        rows = FLOAT8._replace(block=(stored.value("weight_block_size") or (0, 0))[1])
-    elif method == "mxfp4":
-        rows = MXFP4
-    elif method == "bitsandbytes":
-        rows = INT8 if stored.value("load_in_8bit") else NF4
-    elif method == "compressed-tensors":
-        groups: Any = stored.value("config_groups") or {"": None}  # None: a group that says nothing
-        group: Any = next(iter(groups.values()))
-        weights = ConfigReader(group, stored.where).section("weights")
-        if (weights.value("type"), weights.value("num_bits")) == ("float", 8):
-            rows = FLOAT8._replace(block=(weights.value("block_structure") or (0, 0))[1])
-    if rows is None:
-        if frozen == "auto":
-            return None
-        form = f"in {method}, which is not read" if method else "whole, without a quantization_config"
-        raise PlanError(f'model.frozen is "stored", and {read.where} holds its weights {form}; use nf4 or whole')
-    lists = (stored.value(name) for name in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore"))
-    # Modules that stay whole are listed by dotted names or expressions: the last word of each is the module's name.
-    words_of_names = (re.findall(r"[a-z]\w*", str(name)) for names in lists for name in names or ())
-    return rows._replace(whole=frozenset(words[-1] for words in words_of_names if words))
+    settings = read.quantization_settings()
+    if settings:
+        try:
+            return read_quantization(settings)
+        except ModelError:
+            pass
+    if frozen == "auto":
+        return None
+    method = settings.get("quant_method")
+    form = f"in {method}, which is not read" if method else "whole, without a quantization_config"
+    raise PlanError(f'model.frozen is "stored", and {read.where} holds its weights {form}; use nf4 or whole')
 
 
 def packed_weights_of_layer(
-    read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, rows: PackedRows | None, tp: int = 1
+    read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, form: PackedForm | None, tp: int = 1
 ) -> PackedWeights:
-    """Count the packed weights of one layer: those of its linears and of all its experts, but for those that `rows`
-    leave whole; none if `rows` is None. `tp` ranks cut the columns of the linears that lead back to the model's
-    width. Raises PlanError for rows that blocks do not divide.
+    """Count the packed weights of one layer: those of its linears and of all its experts, but for those that `form`
+    leaves whole; none if it is None. `tp` ranks cut the columns of the linears that lead back to the model's width.
+    Raises PlanError for rows that blocks do not divide.
     """
-    if rows is None:
+    if form is None:
         return PackedWeights()
     hidden = read.count("hidden_size")
     parts = list[_Part]()
@@ -139,46 +104,45 @@ def packed_weights_of_layer(
         # What is left beside the router: the shared expert, and the one row of its gate.
         shared = weights.all - weights.of_experts - hidden * count
         parts.append(_Part(_MLP, shared, hidden))
-    if rows.name == MXFP4.name:  # in which only experts are packed
+    if form.experts_alone:
         parts = []
-    numbers, size = _count_packed(read, parts, rows)
-    return PackedWeights(numbers, size, *_count_packed(read, experts, rows))
+    numbers, size = _count_packed(read, parts, form)
+    return PackedWeights(numbers, size, *_count_packed(read, experts, form))
 
 
 class _Part(NamedTuple):
-    """Matrices of a layer that have as many `columns`, which `tp` ranks cut: the numbers of all (`weights`), and the
-    `names` by which a folder may leave their modules whole.
-    """
+    """Matrices of a layer that have as many `columns`, which `tp` ranks cut; `weights` are the numbers of all."""
 
-    names: frozenset[str]
+    modules: LayerModules
     weights: int
     columns: int
     tp: int = 1
 
 
-def _linear_parts(names: frozenset[str], weights: Weights, hidden: int, tp: int) -> list[_Part]:
-    """Return the first linears of a part of a layer, which read rows of the hidden size, and its last one, which makes
-    such rows: its columns are its numbers over the hidden size.
+def _linear_parts(modules: LayerModules, weights: Weights, hidden: int, tp: int) -> list[_Part]:
+    """The first linears of a part of a layer read rows of the hidden size, and its last one makes such rows: its
+    columns are its numbers over the hidden size.
     """
     return [
-        _Part(names, weights.all - weights.last, hidden),
-        _Part(names, weights.last, weights.last // hidden, tp),
+        _Part(modules, weights.all - weights.last, hidden),
+        _Part(modules, weights.last, weights.last // hidden, tp),
     ]
 
 
-def _count_packed(read: ConfigReader, parts: list[_Part], rows: PackedRows) -> tuple[float, float]:
-    """Return the numbers and the bytes of the parts that are packed; those that a folder leaves whole are left out.
-    Raises PlanError for rows that blocks do not divide.
+def _count_packed(read: ConfigReader, parts: list[_Part], form: PackedForm) -> tuple[float, float]:
+    """Numbers and bytes; parts that a folder leaves whole are left out. Raises PlanError for rows that blocks do not
+    divide.
     """
     numbers = 0.0
     size = 0.0
     for part in parts:
-        if not part.weights or not part.names.isdisjoint(rows.whole):
+        rows = form.rows_of(part.modules)
+        if not part.weights or rows is None:
             continue
         if reason := rows.reason_against(part.columns, part.tp):
             raise PlanError(
-                f"the weights of {read.where} cannot be frozen as {rows.name!r}: of its {min(part.names)} {reason}; or "
-                'use model.frozen = "whole"'
+                f"the weights of {read.where} cannot be frozen as {rows.name!r}: of its {min(part.modules.names)} "
+                f'{reason}; or use model.frozen = "whole"'
             )
         numbers += part.weights
         size += part.weights // part.columns * rows.row_bytes(part.columns)
@@ -187,11 +151,11 @@ def _count_packed(read: ConfigReader, parts: list[_Part], rows: PackedRows) -> t
 
 def packed_weights_of_model(config: Any, frozen: FrozenWeights) -> PackedWeights:
     """Count the packed weights of all decoder layers of a configuration, an object, a dict, its file or its folder."""
-    rows = find_packed_rows(config, frozen)
-    if rows is None:
+    form = find_packed_form(config, frozen)
+    if form is None:
         return PackedWeights()
     read = ConfigReader.read_language_model(config)
     kinds = layer_kinds(read)
     mixer = read_mixer_shape(read)
-    weights_of_kinds = {kind: packed_weights_of_layer(read, kind, mixer, rows) for kind in dict.fromkeys(kinds)}
+    weights_of_kinds = {kind: packed_weights_of_layer(read, kind, mixer, form) for kind in dict.fromkeys(kinds)}
     return PackedWeights(*map(sum, zip(*(weights_of_kinds[kind] for kind in kinds), strict=True)))

@@ -19,6 +19,7 @@ from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.weights.fill import find_deferred_weights
 from longspan.model.weights.hf_folder import quantization_settings
 from longspan.model.weights.local_tensors import LocalPart
+from longspan.plan.shape.packed import find_packed_form
 from tests.model.frozen.formats.folders import CASES, GATE, write_config
 
 
@@ -55,7 +56,8 @@ def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) 
     """By rows or experts, wherever a part begins and ends; unpacked they are the weights."""
     folder = _folder(folders, case)
     stored = find_storage_method(quantization_settings(folder))
-    assert stored is not None
+    form = find_packed_form(folder, "stored")  # by which memory is planned
+    assert stored is not None and form is not None
     tensors = load_file(folder / "model.safetensors")
     exact = load_model(folder, dtype="float32", quantized=True).state_dict()
     packed = {name: x for name, x in stored.join_weights(tensors).items() if isinstance(x, StoredWeight)}
@@ -64,7 +66,8 @@ def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) 
         *others, rows, columns = weight.shape
         whole = weight.read()
         assert whole.dtype == torch.uint8
-        assert whole.shape == (*others, rows, weight.format.rows.row_bytes(columns))
+        row_bytes = weight.format.rows.row_bytes(columns)
+        assert whole.shape == (*others, rows, row_bytes) and row_bytes == form.groups[0].rows.row_bytes(columns)
         parts = [weight.read(slice(start, stop)) for start, stop in ((0, 1), (1, 3), (3, 10**6))]
         assert torch.equal(torch.cat(parts), whole)
         matrices = torch.empty(weight.shape)
