@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan.comm import World
+from longspan.comm import World, raise_first_error
 from longspan.errors import ModelError
 from longspan.model.execution import Execution
 from longspan.model.options import PrepareOptions
@@ -34,9 +34,8 @@ class Feature:
     """One thing that `prepare` may do to a model; each method is neutral, and a feature overrides those that it needs.
 
     All ranks have the same features. `prepare` calls the methods in the order in which they stand here, one method of
-    all features, in the order of `FEATURES`, and then the next. (It does not call `rank_error`, which is for
-    `check_same_on_all_ranks`, and for checks before ranks run.) Until `cut` the model is whole; `place` is called for
-    each part of it.
+    all features, in the order of `FEATURES`, and then the next. Until `cut` the model is whole; `place` is called for
+    each part of it. A feature may keep for later methods what it learnt in the constructor and made in `convert`.
     """
 
     def __init__(self, call: Call) -> None:
@@ -56,7 +55,12 @@ class Feature:
         """Return why this rank's device cannot have the feature, which may differ between ranks; None if it can."""
 
     def check_same_on_all_ranks(self, model: PreTrainedModel) -> None:
-        """Raise ModelError, on every rank, for what ranks may not differ in; entered by all ranks."""
+        """Raise ModelError, on every rank, for what ranks may not differ in; entered by all ranks.
+
+        A feature with a `rank_error` raises that of the first rank that has one.
+        """
+        if type(self).rank_error is not Feature.rank_error:
+            raise_first_error(self.world, self.rank_error(model))
 
     def connect(self, model: PreTrainedModel) -> None:
         """Let modules call longspan; a pass on the meta device tries the model that all features have connected."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.comm import raise_first_error
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter
 from longspan.model.execution import Execution
@@ -90,9 +89,6 @@ class Float8Feature(Feature):
                 f'float8 is "rowwise" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out'
             )
         return None
-
-    def check_same_on_all_ranks(self, model: PreTrainedModel) -> None:
-        raise_first_error(self.world, self.rank_error(model))
 
     def convert(self, model: PreTrainedModel, execution: Execution) -> None:
         """Set the forwards of linears, mark experts, and describe what share of the layers' weights is in float8."""
