@@ -40,9 +40,10 @@ Formula = Callable[[AnswerPairs, Mapping[str, float]], dict[str, "Tensor"]]
 class PreferenceLoss:
     """A loss of preferences: its formula, its arguments by TRL's names with their defaults, and what it is of.
 
-    `needs_reference`: log-probabilities are compared with those of a reference model. `per_token`: they are means over
-    an answer's tokens. `learns_prompt`: targets of a chosen document are its prompt's tokens too. `has_labels`: rows
-    are answers with labels, and the loss is of all documents of a step together.
+    One argument is `beta`, by which rewards are multiplied. `needs_reference`: log-probabilities are compared with
+    those of a reference model. `per_token`: they are means over an answer's tokens. `learns_prompt`: targets of a
+    chosen document are its prompt's tokens too. `has_labels`: rows are answers with labels, and the loss is of
+    all documents of a step together.
     """
 
     formula: Formula

@@ -19,6 +19,7 @@ from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.gpus import choose_gpus
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
+from longspan.config.preference_losses import LOSSES
 from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
 from longspan.data.corpus_documents import Corpus
 from longspan.data.run_epochs import documents_line, source_lines, with_epoch_steps
@@ -163,14 +164,14 @@ def test_a_saved_model_stops_at_the_end_that_its_chats_teach(tmp_path: Path, lor
 
 @pytest.mark.whole
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
-@pytest.mark.parametrize("loss", ["orpo", "dpo", "ipo", "apo_zero", "simpo", "kto"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_model_that_learns_preferences_stops_as_chats_do(tmp_path: Path, loss: str, lora: bool) -> None:
     base = write_chatml_base(tmp_path / "base")
     asked, good, bad = (
         {"role": role, "content": text} for role, text in (("user", "q"), *[("assistant", x) for x in "yn"])
     )
     row = {"prompt": [asked], "chosen": [good], "rejected": [bad]}
-    if loss == "kto":
+    if LOSSES[loss].has_labels:
         row = {"prompt": [asked], "completion": [good], "label": True}
     path = rows_as("jsonl", tmp_path / "rows", [row] * 12)
     keys = ALONE | {"train__loss": loss, "evaluation__every": 0, "lora__rank": 8 if lora else 0}
