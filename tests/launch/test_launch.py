@@ -7,8 +7,10 @@ import pickle
 import subprocess
 import sys
 import time
-from multiprocessing import util
+import traceback
+from multiprocessing import Pipe, util
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch
 from longspan.errors import CommError, RankLostError
 from longspan.launch import launch, rank_process
 from longspan.launch.launch import LocalRank, LocalRanks
+from longspan.launch.worker import Worker
 from longspan.testing import run_ranks
 
 
@@ -39,6 +42,16 @@ def test_results_come_back_by_rank(tmp_path: Path) -> None:
         assert result == [rank, ("a", 2), [str(rank), str(rank), str(n), str(n), "127.0.0.1"], 1]
         assert torch.equal(large, torch.full((1_000_000,), rank, dtype=torch.float64))
     assert {path.name for path in tmp_path.iterdir()} == {*map(str, range(n))} and gc.isenabled()
+
+
+def test_a_request_to_a_worker_that_is_gone_leaves_no_buffer_in_its_error() -> None:
+    """A view of a BytesIO would be told by Python 3.13, when the error is collected in a cycle."""
+    connection, other = Pipe()
+    other.close()
+    with pytest.raises(OSError) as caught:
+        Worker.send(mock.Mock(connection=connection), "request")
+    values = [value for frame, _ in traceback.walk_tb(caught.tb) for value in frame.f_locals.values()]
+    assert {type(value.obj) for value in values if isinstance(value, memoryview)} <= {bytes}
 
 
 USED_AT_IMPORT = """

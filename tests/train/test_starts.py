@@ -33,7 +33,7 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[mo
     monkeypatch.setattr(kernels_ahead, "version", lambda package: "1")
     yield started
     for worker in started:
-        assert [name for name, _, _ in worker.mock_calls] == ["connection.send", "end", "connection.close"]
+        assert [name for name, _, _ in worker.mock_calls] == ["send", "end", "connection.close"]
 
 
 def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_each_kind_has_a_worker_without_a_gpu(
     slots: int, kinds: list[str], workers: list[mock.Mock], tmp_path: Path
 ) -> None:
     with compile_kernels_ahead(CONFIG, slots, HOPPER, 132, backward=True):
-        requests = [worker.connection.send.call_args.args[0] for worker in workers]
+        requests = [worker.send.call_args.args[0] for worker in workers]
         assert [kind.name for _, kind, _ in requests] == kinds
         assert all(worker.environment["CUDA_VISIBLE_DEVICES"] == "" and not worker.end.called for worker in workers)
     requests[0][2].touch()  # in the cache now

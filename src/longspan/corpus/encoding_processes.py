@@ -62,13 +62,13 @@ def _worker_processes(
     threads = ThreadPoolExecutor(count, thread_name_prefix="tokenizing")
     idle = SimpleQueue[Worker]()
     for worker in workers:
-        worker.connection.send(encoder)
+        worker.send(encoder)
         idle.put(worker)
 
     def encode_by_idle_worker(batch: Batch) -> EncodedDocuments:
         worker = idle.get()
         try:
-            worker.connection.send(batch)
+            worker.send(batch)
             answer = worker.connection.recv()
         except (EOFError, OSError) as error:
             raise DataError(

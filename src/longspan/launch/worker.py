@@ -53,7 +53,13 @@ class Worker:
             start_new_session=own_session,
         )
         worker_end.close()
-        self.connection.send(import_path())
+        self.send(import_path())
+
+    def send(self, value: Any) -> None:
+        """Send what `connection.recv` returns in the worker. Raises OSError where the worker is gone."""
+        # `Connection.send` would leave a buffer of a BytesIO in that error, which Python 3.13 complains of once the
+        # error is collected in a cycle.
+        self.connection.send_bytes(pickle.dumps(value))
 
     def end(self, patience: float = 0.0) -> None:
         """End the process, also in the middle of a request; with `patience`, ask first, and kill after these seconds.
@@ -61,7 +67,7 @@ class Worker:
         """
         with suppress(OSError, subprocess.TimeoutExpired):
             if patience:
-                self.connection.send(None)
+                self.send(None)
                 self.process.wait(patience)
         with suppress(OSError):
             self.process.kill()  # does nothing to a process that has ended

@@ -73,7 +73,7 @@ class AsyncPlanner:
                     "inline with ahead=0"
                 ) from error
             self._worker = Worker(serve_plans)
-            self._worker.connection.send((main_script(payload), payload))
+            self._worker.send((main_script(payload), payload))
             self._owner = os.getpid()
             self._thread = ThreadPoolExecutor(1, "plans ahead")
         return self
@@ -152,7 +152,7 @@ class AsyncPlanner:
     def _request_plan(self, worker: Worker, step: int) -> bytes:
         """Runs in the planner's thread, one request at a time. The plan, or the planner's error, is pickled."""
         try:
-            worker.connection.send(step)
+            worker.send(step)
             return worker.connection.recv_bytes()
         except (EOFError, OSError):
             end = describe_end(worker.process.wait())

@@ -84,7 +84,7 @@ def compile_kernels_ahead(
                     worker = Worker(serve_block_compilation, environment=environment, own_session=True)
                     stack.callback(worker.connection.close)
                     stack.callback(worker.end)
-                    worker.connection.send((config.model, kind, note))
+                    worker.send((config.model, kind, note))
         yield
 
 
