@@ -77,7 +77,7 @@ def evaluate_saved(
         )
     _refuse_other_scores(checked)
     if request.paths:
-        sets = _build_sets(request, checked[0].tokenizer, world, log)
+        sets = _build_sets(request, checked[0], world, log)
     else:
         sets = run_on_every_rank(world, lambda: {"": _open_held_out_documents(checked[0])}, DataError)
     fit = partial(_fit_subject, request, sets=sets, world=world, log=log)
@@ -94,13 +94,17 @@ def evaluate_saved(
 
 def _refuse_other_scores(checked: Sequence[CheckedWeights]) -> None:
     """A model that predicts tokens has 0 scores."""
-    scores = [(w.configuration.num_labels or 0) if find_score_class(w.configuration) else 0 for w in checked]
+    scores = [_number_of_scores(weights) for weights in checked]
     if len(set(scores)) > 1:
         first, other = (f"{w.subject.weights.path} gives {n}" for w, n in zip(checked, scores, strict=True))
         raise ConfigError(
             f"{first} scores of a document, and {other} (0: it predicts tokens): they have no loss in common; compare "
             "weights that give the same number of scores"
         )
+
+
+def _number_of_scores(checked: CheckedWeights) -> int:
+    return (checked.configuration.num_labels or 0) if find_score_class(checked.configuration) else 0
 
 
 def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
@@ -125,10 +129,12 @@ def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
     return held_out
 
 
-def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
+def _build_sets(request: EvalRequest, checked: CheckedWeights, world: World, log: LogLine) -> Sets:
     """Entered by all ranks. The first rank builds corpora in a temporary folder, all ranks map them, then the folder is
     deleted: its files stay readable while they are mapped."""
-    config = request.subjects[0].config
+    config = checked.subject.config
+    # A folder's configuration says whether its model scores; the keys of a run say so of its own.
+    config = config.with_keys("model", num_labels=config.model.num_labels or _number_of_scores(checked))
     longest = request.max_document_tokens
     longest = config.data.max_document_tokens if longest == NOT_GIVEN else longest
     builds = is_first_rank(world)
@@ -138,7 +144,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
             """Build the corpus of each set in a numbered folder, on the first rank."""
             for index, (_, path) in enumerate(request.paths):
                 settings = CorpusSettings.for_set(config, path, request.split, longest)
-                _build_corpus(settings, tokenizer, Path(folder, str(index)), log)
+                _build_corpus(settings, checked.tokenizer, Path(folder, str(index)), log)
 
         def open_corpora() -> Sets:
             """Map the corpora that the first rank built. Raises DataError on a host that does not see their folder."""

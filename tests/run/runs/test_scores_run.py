@@ -151,7 +151,8 @@ def check_run(config: RunConfig, rows: Sequence[Row], model: Any) -> float | Non
 
 
 def check_pairs_beside_each_other(config: RunConfig, saved: Any) -> None:
-    """Two checkpoints are compared by the loss of each pair, which counts once; a model without scores is refused."""
+    """Two checkpoints are compared by the loss of each pair, which counts once; a model without scores is refused. A
+    folder that scores takes the same rows."""
     folder = Path(config.run.dir) / "model"
     words = "--compare", f"{config.run.dir}/checkpoints/step-000002", "--evaluation.context_parallel_size", "1"
     (own, other), _ = evaluate_here(config.run.dir, "--data", config.data.path, *words)
@@ -165,6 +166,8 @@ def check_pairs_beside_each_other(config: RunConfig, saved: Any) -> None:
     assert difference.standard_error == pytest.approx(error, rel=1e-6)
     rows = own.sets[0].evaluation.document_rows()
     assert [row["loss"] for row in rows] == [loss for loss in units.figures["loss"] for _ in range(2)]
+    (alone,), _ = evaluate_here(str(folder), "--data", config.data.path, "--model.dtype", "float64")
+    assert alone.sets[0].evaluation.loss == pytest.approx(dense_loss(saved, PAIRS, 0.0)[0].item(), rel=1e-9)
     with pytest.raises(ConfigError, match=f"{folder.parent} gives 1 scores of a document, and .* gives 0 "):
         evaluate_here(config.run.dir, "--compare", config.model.path)
 
