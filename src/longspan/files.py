@@ -94,7 +94,7 @@ def os_error_text(error: OSError) -> str:
     path = Path(str(error.filename or ".")).absolute()
     nearest = next((folder for folder in (path, *path.parents) if folder.exists()), None)
     free = "" if nearest is None else f" ({shutil.disk_usage(nearest).free:,} bytes are free)"
-    return f"{text}{free}; make room there and start the same command again, or set run.dir to another disk"
+    return f"{text}{free}; make room there and start the same command again, or write to another disk"
 
 
 def write_durably(path: Path, text: str, *, named: Path | None = None) -> None:
