@@ -17,7 +17,7 @@ from longspan.evaluation.metrics import Mean
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import bucket_edges
 from longspan.testing import backend, run_ranks
-from longspan.train import PlannerConfig
+from longspan.train import DocumentLoss, PlannerConfig
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried, texts
 
@@ -142,6 +142,21 @@ def _check(evaluation: Evaluation, wanted: Dense) -> None:
     assert [(b.first, b.documents) for b in evaluation.by_length] == [(0, 7), (128, 1), (256, 1)]
     assert evaluation.by_length[1].loss == evaluation.document_losses[0]
     assert evaluation.by_length[2].loss == evaluation.document_losses[2]
+
+
+def test_a_loss_of_sets_has_the_losses_of_its_documents_by_length() -> None:
+    """Each document counts once with its set's loss, and one that is in no set is in no bucket."""
+    sets = ((0, 3), (2, 4), (5, 6))
+    loss = DocumentLoss(lambda sums, documents: sums[0] - sums[1], sets=sets)
+    with World(Layout(1), backend=backend()) as world:
+        model = prepare_untried(deep("qwen3", torch.float64, 2, vocabulary=VOCABULARY), world)
+        evaluation = evaluate(model, DOCUMENTS, PlannerConfig.fixed(1), world, EvaluationOptions(loss=loss))
+    assert evaluation.units is not None
+    first, second, third = evaluation.units.figures["loss"]
+    assert [(b.first, b.documents, b.loss.count) for b in evaluation.by_length] == [(0, 4, 4), (128, 1, 1), (256, 1, 1)]
+    wanted = [(first + second + 2 * third) / 4, first, second]
+    assert [bucket.loss.value for bucket in evaluation.by_length] == pytest.approx(wanted, rel=1e-12)
+    assert evaluation.by_position == () and evaluation.loss == pytest.approx((first + second + third) / 3, rel=1e-12)
 
 
 def test_edges() -> None:

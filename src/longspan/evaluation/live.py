@@ -21,6 +21,7 @@ from longspan.evaluation.metrics import EvaluationOptions, Mean, with_sums_of_se
 from longspan.evaluation.portions import Portions
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import Totals
+from longspan.layout import Floats, Integers
 from longspan.model.kinds import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
@@ -198,15 +199,19 @@ def _result_of_sets(
     token_result = _make_result(inputs, totals, replace(options, loss=None))
     figures = {} if loss.figures is None else loss.figures(sums)
     own_metrics = {name: mean for name, mean in token_result.metrics.items() if name in options.metrics}
+    units = loss_units(loss, sets, sums)
+    losses, counts = _sum_units_by_document(units, len(totals.documents))
+    in_units = np.flatnonzero(counts).tolist()  # not the mismatched documents of kto
+    lengths = [token_result.document_lengths[document] for document in in_units]
     return replace(
         token_result,
         loss=total / max(len(sets), 1),
         scored=True,  # the loss is no cross entropy: it has no perplexity
         metrics={name: Mean(value, 1) for name, value in figures.items()} | own_metrics,
         by_position=(),
-        by_length=(),
+        by_length=totals._replace(documents=losses[in_units]).bucket_by_length(lengths, counts[in_units].tolist()),
         document_metrics=dict([*token_result.document_metrics.items()][count:]),
-        units=loss_units(loss, sets, sums),
+        units=units,
         document_value="cross_entropy",
     )
 
@@ -216,11 +221,19 @@ def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[T
     from longspan.train.terms.document_loss import loss_units
 
     units = loss_units(loss, loss.check_sets(plan), totals.documents)
-    losses = np.zeros_like(totals.documents)
+    losses, _ = _sum_units_by_document(units, len(totals.documents))
     hits = 0
-    for documents, set_loss in zip(units.documents, units.figures["loss"], strict=True):
-        losses[list(documents)] += set_loss
+    for documents in units.documents:
         first, *others = totals.documents[list(documents)]
         if all(first > other for other in others):
             hits += 1
     return totals._replace(documents=losses, hits=hits, rows=len(units.documents)), units
+
+
+def _sum_units_by_document(units: "LossUnits", count: int) -> tuple[Floats, Integers]:
+    """Return for each of `count` documents the sum of the losses of units that it is in, and how many these are."""
+    losses, units_of_documents = np.zeros(count), np.zeros(count, dtype=np.int64)
+    for documents, loss in zip(units.documents, units.figures["loss"], strict=True):
+        losses[list(documents)] += loss
+        units_of_documents[list(documents)] += 1
+    return losses, units_of_documents

@@ -430,6 +430,7 @@ def test_saved_weights_are_evaluated_by_their_loss(
     rows = [json.loads(line) for line in (tmp_path / "out/documents.jsonl").read_text().splitlines()]
     assert [(row["pair"], row["side"]) for row in rows] == [(0, "chosen"), (0, "rejected")]
     assert all(row["loss"] == other["eval_loss"] for row in rows)
+    assert other["by_length"] == [[0, 127, other["eval_loss"], 2, 2]] and other["by_position"] == []
     assert export_main([config.run.dir, str(tmp_path / "model"), "--json"]) == 0
     assert "| trained by | dpo, beta 0.3, label_smoothing 0.2 |" in (tmp_path / "model/README.md").read_text()
 
