@@ -48,7 +48,7 @@ from longspan.evaluation.live import evaluate
 from longspan.layout import Layout
 from longspan.model import add_mtp
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.frozen.formats.stored_weight import stored_four_bit_weight
+from longspan.model.frozen.formats.four_bit import stored_four_bit_weight
 from longspan.model.seams.norms import fuse_norms
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.planners.fixed import plan_fixed
