@@ -142,18 +142,19 @@ def test_questions_on_few_texts_are_trained_as_separate_documents(alone: tuple[R
     assert row["tokens_per_second"] * row["seconds"] == pytest.approx(sum(whole), rel=1e-3)
 
 
+def planned_facts(config: RunConfig) -> Facts:
+    """The facts by which a run begins to resolve its plans, where it ends."""
+    resolve = patch("longspan.run.set_up.resolve_on_ranks", side_effect=ConfigError("far enough"))
+    with resolve as resolve_mock, pytest.raises(ConfigError, match="far enough"):
+        lines_of(0, config, 1)
+    return resolve_mock.call_args.args[1]
+
+
 def test_memory_is_planned_without_families_that_the_model_forbids(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", max_position_embeddings=1024, attention_dropout=0.1)
     path = questions(tmp_path)
     config = config_of(tmp_path, path, "dropout", model__path=str(base))
-    planned = list[Facts]()
-
-    def note_facts(config: RunConfig, facts: Facts, *_: Any) -> None:
-        planned.append(facts)
-        raise ConfigError("far enough")
-
-    with patch("longspan.run.set_up.resolve_on_ranks", note_facts), pytest.raises(ConfigError, match="far enough"):
-        lines_of(0, config, 1)
+    planned = [planned_facts(config)]
     run = GpuRun.with_model(config, choose_gpus(config, 1, on_gpus=False))
     lines = list[str]()
     with open_planned_documents(run, lines.append, estimate=False) as (_, facts, _):
@@ -170,15 +171,7 @@ def test_families_of_one_set_of_frequencies_are_planned(tmp_path: Path) -> None:
     limits = {"original_max_position_embeddings": 285, "max_position_embeddings": 1024}
     base = write_base(tmp_path / "base", transformers.Phi3Config, rope_parameters=rope, **limits)
     config = config_of(tmp_path, questions(tmp_path), "longrope", model__path=str(base))
-    planned = list[Facts]()
-
-    def note_facts(config: RunConfig, facts: Facts, *_: Any) -> None:
-        planned.append(facts)
-        raise ConfigError("far enough")
-
-    with patch("longspan.run.set_up.resolve_on_ranks", note_facts), pytest.raises(ConfigError, match="far enough"):
-        lines_of(0, config, 1)
-    (facts,) = planned
+    facts = planned_facts(config)
     plan = facts.plan_step(PlannerConfig.fixed(1, max_tokens_per_slot=8192), 0)
     assert plan.parents is not None and facts.length_limits == (LengthLimit(285, of_each_length=False),)
     for document in plan.whole_documents:
