@@ -31,7 +31,8 @@ from longspan.model.seams.set_forwards import has_forward_of_others
 from longspan.model.tensor_parallel import module_styles as styles
 from longspan.model.tensor_parallel.module_styles import list_styles
 
-MULTIPLE = 16  # of numbers: what products in float8 need of both widths of a matrix
+# Products in float8 need widths of a matrix that are multiples of this number.
+MULTIPLE = 16
 _LEAST_WIDTH = 64
 _LEAST_CAPABILITY = (8, 9)
 # Routers that are plain linears, the gate of experts that every row visits, and one number a head in mixers.
@@ -115,10 +116,7 @@ class Float8Feature(Feature):
 def _reasons_against_float8(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int
 ) -> Iterator[str]:
-    """Yield why a model cannot compute in float8 on this device in this dtype, with `tp` tensor-parallel ranks.
-
-    Parameters of experts with three dims are stacked matrices, one for each expert; they are looked at whole.
-    """
+    """Parameters of experts with three dims are stacked matrices, one for each expert; they are looked at whole."""
     if reason := float8_device_reason(device):
         yield reason
     if reason := float8_dtype_reason(dtype):
@@ -152,11 +150,7 @@ def float8_dtype_reason(dtype: torch.dtype) -> str:
 
 
 def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
-    """Run a linear in float8: the forward that `Float8Feature` sets.
-
-    Widths are checked here as well, since the parts of linears in mixers are not known before the split. Raises
-    ModelError for widths of this rank's part that float8 cannot have.
-    """
+    """Widths are checked here as well, since the parts of linears in mixers are not known before the split."""
     weight = linear.weight
     if any(width % MULTIPLE for width in weight.shape):
         raise ModelError(
@@ -164,7 +158,8 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
             f"{(linear.out_features, linear.in_features)} of a linear is {tuple(weight.shape)}; use another tp, or "
             "leave float8 out"
         )
-    if torch.compiler.is_compiling():  # by an operator, as torch.compile traces none of the code below
+    # torch.compile traces none of the code below, so that an operator runs it.
+    if torch.compiler.is_compiling():
         rows = input.reshape(-1, input.shape[-1])
         y = _multiply_rows(rows, *quantise_by_torch(rows.detach()), weight, linear.bias)
         return y.view(*input.shape[:-1], weight.shape[0])
@@ -183,10 +178,7 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
 
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())
 def _multiply_rows(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply rows by a weight (N, K): `values` and `scales` are the rows x (S, K) in float8.
-
-    x itself gives the result's dtype, and is what backward reads.
-    """
+    """Rows x (S, K) in float8 times a weight (N, K); x itself gives the result's dtype, and is what backward reads."""
     return multiply_scaled_rows(
         ScaledRows(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias
     )
@@ -194,7 +186,7 @@ def _multiply_rows(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bi
 
 @torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
 def _multiply_row_gradients(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    """Multiply dy in float8 (`values`, `scales`), (S, N), by a weight (N, K); of dy itself only the dtype is read."""
+    """dy (S, N) in float8 times a weight (N, K); of dy itself only the dtype is read."""
     return multiply_scaled_rows(
         ScaledRows(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype
     )
@@ -211,13 +203,12 @@ def _(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep x, if its weight is trained, and the weight for backward."""
     x, _, _, weight, _ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
 
 
 def _gradients_of_inputs(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of x, weight and bias; values and scales get none, as they are made of x."""
+    """Values and scales get no gradient, as they are made of x."""
     x, weight = ctx.saved_tensors
     # of the inputs x, values, scales, weight, bias
     needs_rows, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))

@@ -146,7 +146,8 @@ class HookedParam(FSDPParam):
     source: ShardSource | None = None
     unpacking: Unpacking | None = None
     sums: GradientSums | None = None
-    gathered_dtype: torch.dtype | None = None  # of FSDP2's policy, for a source to cast to; None: the shard's
+    # A source casts to the dtype of FSDP2's policy; None: the shard's.
+    gathered_dtype: torch.dtype | None = None
     _earlier_gradient: Any = None  # the gradient of earlier passes while FSDP2 sums that of this one
 
     @property
@@ -205,7 +206,7 @@ class HookedParam(FSDPParam):
         free_storage(gathered)
 
     def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
-        """Return what FSDP2 will sum; the earlier gradient leaves its sight, or FSDP2 would add the sum to it."""
+        """The earlier gradient leaves FSDP2's sight, which would add the sum to it."""
         if self.sums is not None:
             self._earlier_gradient = self.sharded_param.grad
             self.sharded_param.grad = None

@@ -107,7 +107,6 @@ class HostArena:
         world.on_leaving(close_arena)
 
     def _add_part(self, bytes: int) -> "_ArenaPart":
-        """Map and pin so many bytes more. ModelError where the host has less free."""
         free = free_host_bytes()
         if free is not None and bytes > free:
             raise ModelError(
@@ -119,7 +118,7 @@ class HostArena:
         return piece
 
     def _reclaim_freed_ranges(self) -> None:
-        """Give the ranges in `_freed` back to their parts. The lock must be held."""
+        """The lock must be held."""
         while self._freed:
             part, start, size = self._freed.popleft()
             part.give_back_bytes(start, size)
@@ -141,7 +140,8 @@ class HostRange:
         self.memory: Tensor = part.memory[start : start + bytes]  # (bytes,) of uint8
 
     def __del__(self) -> None:
-        self._freed.append((self._part, self._start, self._size))  # without the lock, which this thread may hold
+        # This thread may hold the lock already, so that none is taken.
+        self._freed.append((self._part, self._start, self._size))
 
     def view_like(self, x: Tensor) -> Tensor:
         """Return a tensor in this memory with shape, dtype and strides of `x`; contiguous if `x` is not dense.
@@ -198,10 +198,7 @@ class _ArenaPart:
 
 
 def _unpin_memory(address: int, copies: torch.cuda.Stream, process: int) -> None:
-    """Unregister pinned memory once copies have ended, in the process that pinned it: a forked one does nothing.
-
-    Errors are suppressed, as CUDA refuses every call after a GPU's error.
-    """
+    """A forked process does nothing. CUDA refuses every call after a GPU's error, so that errors are suppressed."""
     if process == os.getpid():
         with suppress(Exception):
             copies.synchronize()

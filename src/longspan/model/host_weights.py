@@ -56,8 +56,10 @@ class HostStore:
     def __init__(self, device: torch.device, bytes: int) -> None:
         self.arena: HostArena = HostArena(device, bytes)
         self.groups: list[HostGroup] = []  # the root's first
-        self.last_in_forward: HostGroup | None = None  # of the groups gathered in forward passes, the newest
-        self.root_is_ahead = False  # its copies are for the next pass of a step: weights stay as they are
+        # The group is the newest of those gathered in forward passes.
+        self.last_in_forward: HostGroup | None = None
+        # The root's copies are for the next pass of a step: weights stay as they are.
+        self.root_is_ahead = False
         # Called with the parameters whose shards are to be copied: their updates may be under way.
         self.before_fetch: Callable[[Sequence[nn.Parameter]], object] | None = None
         self._device = device
@@ -84,7 +86,7 @@ class HostStore:
 
     @torch.no_grad()
     def _begin_copies(self, sources: Sequence[Tensor]) -> "list[_DeviceCopy]":
-        """Begin to copy tensors of the host to the device, on the stream that copies; one event for all."""
+        """All copies, on the stream that copies, have one event."""
         if not sources:
             return []
         self.wait_for_reads()
@@ -130,8 +132,9 @@ class HostShard:
         """
         self.parameter: HookedParam = parameter
         self.store: HostStore = store
-        self.staged: _DeviceCopy | None = None  # of the shard
-        self.staged_sum: _DeviceCopy | None = None  # of the gradient of earlier passes
+        # The copies are of the shard, and of the gradient of earlier passes.
+        self.staged: _DeviceCopy | None = None
+        self.staged_sum: _DeviceCopy | None = None
         self._gradient_in_arena: Any = None  # a weak reference to the gradient that is in the memory for it
         # of the shard, and of its gradient if it is trained
         self._memory: tuple[HostRange, ...] = tuple(map(store.arena.take_range, _host_bytes(parameter)))
@@ -235,12 +238,12 @@ class HostGroup:
 
 
 def _view_with_own_version(memory: HostRange, like: Tensor) -> Tensor:
-    """Return a contiguous tensor in this memory, shaped as `like`, whose count of in-place changes is its own."""
+    """The tensor's count of in-place changes is its own."""
     return memory.memory.data.view(like.dtype).view(like.shape)
 
 
 def _host_bytes(parameter: HookedParam) -> tuple[int, ...]:
-    """Return the bytes of a shard, padded to those of other ranks, and then of its gradient if it is trained."""
+    """The shard's bytes are padded to those of other ranks; those of its gradient follow if it is trained."""
     sizes = [parameter.shard.nbytes]
     if parameter.sharded_param.requires_grad:
         sizes.append(parameter.sharded_size.numel() * parameter.shard.dtype.itemsize)
@@ -253,7 +256,8 @@ class HostWeightsFeature(Feature):
     def __init__(self, call: Call) -> None:
         super().__init__(call)
         check_fsdp_names("weights on the host take", "weights on the device")
-        self._keeps_trained = any(map(is_peft_module, call.model.modules()))  # on the device
+        # Trained parameters beside an adapter stay on the device.
+        self._keeps_trained = any(map(is_peft_module, call.model.modules()))
 
     def refuse(self, model: PreTrainedModel) -> None:
         """Raise ModelError, with all reasons, where weights or sums of gradients stay on the device all the time."""
@@ -307,11 +311,11 @@ class HostWeightsFeature(Feature):
                 HostGroup(hook_group(group), waiting, store)
         self.description["host"] = f"weights of {bytes_text(weights)}"
         gradients = sum(sum(sizes[1:]) for sizes in sizes_of_parameters)
-        if gradients:  # none under an adapter, whose frozen weights alone wait
+        # Under an adapter frozen weights alone wait, so that there are no gradients.
+        if gradients:
             self.description["host"] += f" and gradients of {bytes_text(gradients)}"
 
     def _belongs_on_host(self, parameter: Any) -> bool:
-        """Return whether one of FSDP2's parameters goes to the host: not packed, and under an adapter not trained."""
         if find_packed_weight(*owner_of(parameter)) is not None:
             return False
         return not (self._keeps_trained and parameter.sharded_param.requires_grad)
@@ -322,7 +326,6 @@ class HostWeightsFeature(Feature):
 
 
 def _room_advice(model: PreTrainedModel, share: float) -> str:
-    """Return what an error adds where a `share` of the bytes is free: how large a model has room, and in which type."""
     numbers = int(share * sum(parameter.numel() for parameter in model.parameters()))
     halves = ', and model.dtype = "bfloat16" halves their bytes' if model.dtype == torch.float32 else ""
     return f", room for a model of {numbers:,} numbers in {str(model.dtype).removeprefix('torch.')}{halves}"

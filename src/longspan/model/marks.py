@@ -156,7 +156,8 @@ def refuse_other_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     former_names = [getattr(parameter, FORMER) for parameter in foreign if hasattr(parameter, FORMER)]
     trained = sum(trains.values())
     updated = sum(trains.get(key, False) for key in updated_parameters)
-    idle_stage = is_pipeline(model) and not updated_parameters  # its optimizer has nothing to update
+    # The optimizer of an idle stage has nothing to update.
+    idle_stage = is_pipeline(model) and not updated_parameters
     if former_names or (trained and not updated and not idle_stage):
         raise ModelError(
             f"the optimizer, {type(optimizer).__name__}, holds {updated} of the {trained} parameters that "

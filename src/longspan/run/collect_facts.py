@@ -65,7 +65,6 @@ def collect_facts(run: TrainingRun) -> RunFacts:
 
 
 def _frozen_dtype_text(config: RunConfig, dtype: str) -> str:
-    """Say in which dtype the weights beside an adapter are, and in which their source has them."""
     published = source_dtype(config.model)
     source = "folder" if config.model.source else "preset"
     adapters = "float64" if dtype == "float64" else "float32"
@@ -76,7 +75,7 @@ def _frozen_dtype_text(config: RunConfig, dtype: str) -> str:
 
 
 def _count_hosts(world: World) -> int:
-    """Count the hosts of a world; its `node_size` counts slots, of tp ranks each."""
+    """`node_size` counts slots, of tp ranks each."""
     return -(-len(world.home.ranks) // (world.node_size * world.home.tp))
 
 
@@ -88,11 +87,8 @@ def _fact_lines(
     sessions: Sequence[tuple[int, int]],
     by_pattern: Mapping[str, int],
 ) -> Iterator[tuple[str, str]]:
-    """Yield the facts of a run as name and text, in the order in which they are shown.
-
-    Parameters are counted in the whole model, on the rank that holds most, and those that are trained; `by_pattern`
-    has those of each entry of optimizer.groups and train.freeze. `sessions` as of RunFacts. Without communication.
-    """
+    """In the order in which facts are shown. Parameters are counted in the whole model, on the rank that holds most,
+    and those that are trained; `by_pattern` has those of each entry of optimizer.groups and train.freeze."""
     config = run.config
     home = run.world.home
     lengths = run.corpus.lengths
@@ -166,7 +162,6 @@ def _fact_lines(
 
 
 def _device_text(run: TrainingRun) -> str:
-    """Say how many devices of which kind a run has, or processes and cores of this host, and the backend."""
     ranks = len(run.world.home.ranks)
     hosts = _count_hosts(run.world)
     figures = run.figures
@@ -178,7 +173,7 @@ def _device_text(run: TrainingRun) -> str:
 
 
 def _count_text(count: int) -> str:
-    """Write a number of parameters: 8190735360 → '8.19 B', from a million on in units."""
+    """8190735360 → '8.19 B', from a million on in units."""
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
@@ -186,12 +181,10 @@ def _count_text(count: int) -> str:
 
 
 def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
-    """Count parameters: of the whole model, each once; on the rank that holds most; those trained.
-
-    Entered by all ranks. Packed weights count as the numbers that they stand for. Every rank of a pipeline stage counts
-    all parameters of the stage.
-    """
-    parameters = counted_parameters(run.model)  # of this rank's stages
+    """Entered by all ranks: (of the whole model, each once; on the rank that holds most; trained). Packed weights
+    count as the numbers that they stand for. Every rank of a pipeline stage counts all parameters of the stage."""
+    # These are parameters of this rank's stages.
+    parameters = counted_parameters(run.model)
     packed = {id(run.model.get_parameter(name)): weight for name, weight in packed_weights(run.model).items()}
 
     def count(parameter: torch.Tensor, tensor: torch.Tensor) -> int:
@@ -203,18 +196,16 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
     trained_here = sum(p.numel() for p in parameters if p.requires_grad)
     stored_here = sum(count(parameter, local_tensor(parameter)) for parameter in run.model.parameters())
     rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, here, trained_here, stored_here))
-    stage_counts = {pp: (count, trained) for pp, count, trained, _ in rank_counts}  # by pipeline rank
+    # The key is a pipeline rank.
+    stage_counts = {pp: (count, trained) for pp, count, trained, _ in rank_counts}
     total = sum(count for count, _ in stage_counts.values())
     trained_total = sum(trained for _, trained in stage_counts.values())
     return total, max(stored for *_, stored in rank_counts), trained_total
 
 
 def _count_by_pattern(run: TrainingRun) -> dict[str, int]:
-    """Count the whole model's parameters that each entry of optimizer.groups or train.freeze meets.
-
-    Entered by all ranks. A trained parameter counts for the one group that gets it, a frozen one for each pattern of
-    train.freeze that it meets.
-    """
+    """Entered by all ranks. A trained parameter counts for the one group that gets it, a frozen one for each pattern
+    of train.freeze that it meets."""
     groups = {text: NamedGroup.from_text(text) for text in run.config.optimizer.groups}
     frozen = run.config.train.freeze
     names = names_of_parameters(run.model)
@@ -242,7 +233,6 @@ def mixers_text(execution: Execution, device: torch.device, partition: str) -> s
 
 
 def _preferences_text(run: TrainingRun) -> str:
-    """Say which loss of preferences a run has, over how many pairs or answers, and what it is compared with."""
     reference = "the base model, without the adapter" if run.config.lora.rank else "the weights before step 1"
     count = plural(len(run.corpus) // 2, "answer" if run.config.train.row_form == "kto" else "pair")
     compared = f"; reference: {reference}" if run.config.train.needs_reference else ""
@@ -250,7 +240,6 @@ def _preferences_text(run: TrainingRun) -> str:
 
 
 def _scores_text(run: TrainingRun, columns: int) -> str:
-    """Say what a model that scores gives, and its loss: that of pairs, or for labels of so many `columns`."""
     from longspan.train.terms.scores import default_problem_type
 
     scores = run.config.model.num_labels
@@ -264,7 +253,6 @@ def _scores_text(run: TrainingRun, columns: int) -> str:
 
 
 def _encoder_text(run: TrainingRun, model: MultimodalModel) -> str:
-    """Say how large an encoder is, where it lies, what of it is trained, and how many images it gets."""
     settings = run.config.encoder
     count = run.corpus.manifest.images
     (encoder,) = model.encoder_settings.values()

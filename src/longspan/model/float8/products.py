@@ -19,10 +19,13 @@ from longspan.model.weights.local_tensors import local_tensor
 FLOAT8 = torch.float8_e4m3fn
 # torch's operations below repeat these as digits: torch.compile treats a number with a name as one that may change.
 LARGEST = 448.0  # number of e4m3
-_LEAST = 1e-30  # of a row's largest number: below, rows become zeros, and the factor stays finite
-_MOST_COLUMNS = 16384  # of a row that a program holds at once
+# Where a row's largest number is smaller, the row becomes zeros, and the factor stays finite.
+_LEAST = 1e-30
+# A program holds at most so many columns of a row at once.
+_MOST_COLUMNS = 16384
 _TILE = 64  # rows and columns of a block of a matrix
-_PARTS = 32  # at most so many parts of a matrix's rows look for the largest numbers of columns at the same time
+# At most so many parts of a matrix's rows look for the largest numbers of columns at the same time.
+_PARTS = 32
 
 
 class ScaledRows(NamedTuple):
@@ -99,12 +102,11 @@ def quantise_columns(x: Tensor) -> ScaledRows:
 
 
 def _scaling_factors(most: Tensor) -> Tensor:
-    """Return 448 / the largest numbers, as a true quotient: `448.0 / most` is torch's rounded reciprocal times 448."""
+    """A true quotient: `448.0 / most` is torch's rounded reciprocal times 448."""
     return torch.full_like(most, 448.0) / most
 
 
 def _find_quantise_kernels(x: Tensor) -> Any:
-    """Return the kernels' module if they take x (GPU, contiguous in the last dim); else None."""
     if not x.is_cuda or x.stride(-1) != 1:
         return None
     return import_triton_kernels("longspan.model.float8.quantise_kernels")
@@ -190,12 +192,14 @@ def keep_quantised_weights(model: nn.Module) -> Iterator[None]:
     A rank then holds one byte for each number (rows), after backward two. Graphs find only weights that are gathered
     now.
     """
-    weights = list[Float8Weight]()  # which keep from here on
+    # These weights keep from here on.
+    weights = list[Float8Weight]()
     # the gathered weights, referred to so that no other tensor gets their addresses
     weight_at = dict[int, Tensor]()
     for module in model.modules():
         for name, float8_weight in vars(module).get(FLOAT8_WEIGHTS, {}).items():
-            if not float8_weight.keeps:  # one that keeps already does so for an outer scope, which ends later
+            # A weight that keeps already does so for an outer scope, which ends later.
+            if not float8_weight.keeps:
                 weights.append(float8_weight)
                 float8_weight.set_keeping(True)
             local_weight = local_tensor(getattr(module, name).detach())
@@ -322,7 +326,8 @@ class _Product(torch.autograd.Function):
                     "backward"
                 )
             float8_weight = ctx.float8_weight
-            transposed = experts is not None and experts.transposed  # whose rows are then the columns of W
+            # The rows of transposed experts are the columns of W.
+            transposed = experts is not None and experts.transposed
             w = float8_weight.rows(weight) if transposed else float8_weight.columns(weight)
             row_gradients = _multiply_by_matrices(quantise_rows(dy.contiguous()), w, dy.dtype, None, experts)
         return row_gradients, dy if ctx.needs_input_grad[1] else None, None, None, None, None
@@ -331,10 +336,10 @@ class _Product(torch.autograd.Function):
 def _multiply_by_matrices(
     x: ScaledRows, w: ScaledRows, dtype: torch.dtype, bias: Tensor | None, experts: ExpertRows | None
 ) -> Tensor:
-    """Multiply rows x (S, K) with the rows of w (N, K), and add a bias; of experts, w is (e, N, K), without bias."""
+    """Rows x (S, K) times the rows of w (N, K); of experts, w is (e, N, K), without bias."""
     if experts is None:
         return multiply_scaled_rows(x, w, dtype, bias)
-    if experts.counts is None:  # one grouped product
+    if experts.counts is None:
         sums = {"out_dtype": torch.bfloat16, "use_fast_accum": FAST_SUMS}
         columns = w.values.transpose(-2, -1)
         return torch._scaled_grouped_mm(x.values, columns, x.scales, w.scales, offs=experts.ends, **sums).to(dtype)
@@ -350,11 +355,11 @@ def _multiply_by_matrices(
 
 
 def _multiply_for_weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
-    """Return dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy."""
+    """dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy."""
     if experts is None:
         return dy.t() @ x
     left, right = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)
-    if experts.counts is None:  # one grouped product
+    if experts.counts is None:
         return torch._grouped_mm(left.t(), right, offs=experts.ends)  # pyright: ignore[reportAttributeAccessIssue]
     pieces = zip(left.split(list(experts.counts)), right.split(list(experts.counts)), strict=True)
     return torch.stack([left_rows.t() @ right_rows for left_rows, right_rows in pieces])

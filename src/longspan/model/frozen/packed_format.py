@@ -86,8 +86,10 @@ class PackedFormat(ABC):
 # ---- 4 bits
 
 _KERNELS = "longspan.model.frozen.nf4_kernels"
-_KERNEL_BYTES = 1024  # of codes, which one program reads
-_LEAST_SCALE = 1e-38  # of a block of zeros, by which it is divided
+# One program reads so many bytes of codes.
+_KERNEL_BYTES = 1024
+# A block of zeros is divided by this scale.
+_LEAST_SCALE = 1e-38
 VALUES = {
     "nf4": (
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

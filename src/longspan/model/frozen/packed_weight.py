@@ -75,10 +75,7 @@ class PackedWeight:
         return LocalPart((*rows, slice(first, first + self.columns)), self.read_dtype)
 
     def _first_column(self, held_bytes: slice) -> int:
-        """Return the first column of the tensor-parallel part of a row that has `held_bytes`, a slice of its bytes.
-
-        A row of all ranks' bytes has their parts side by side, each of `columns` numbers.
-        """
+        """A row of all ranks' bytes has their parts side by side, each of `columns` numbers."""
         return held_bytes.start // self.row_bytes * self.columns
 
     def pack_part(self, values: Tensor, part: LocalPart) -> Tensor:
@@ -88,7 +85,8 @@ class PackedWeight:
             packed = self.format.pack(values.flatten(0, -2)).unflatten(0, values.shape[:-1])
         else:
             packed = self.format.cut(values, self.whole_columns, self._first_column(held_bytes), self.columns)
-        first_byte = held_bytes.start % self.row_bytes  # in the part
+        # The byte counts in the part.
+        first_byte = held_bytes.start % self.row_bytes
         return packed[..., first_byte : first_byte + held_bytes.stop - held_bytes.start]
 
 

@@ -93,7 +93,8 @@ class Preferences:
         With a loss that has a reference, the last column has the sums of mean logits. A side (chosen or rejected)
         without an answer has no figures.
         """
-        table = torch.from_numpy(sums[: len(self.answer_tokens)])  # without prefixes that documents share
+        # Prefixes that documents share are left out.
+        table = torch.from_numpy(sums[: len(self.answer_tokens)])
         figures = self._compute_figures(table, [*range(len(table))])
         if self.loss.has_labels:
             chosen = 2 * torch.nonzero(self.is_desirable)[:, 0]
@@ -131,10 +132,8 @@ class Preferences:
         )
 
     def _compute_figures(self, sums: Tensor, documents: list[int]) -> _Figures:
-        """Compute what n pairs give by the sums (2 n, columns) of their documents, whose numbers are in `documents`.
-
-        With labels they are all documents of a step. Only losses and other figures have a gradient by `sums`.
-        """
+        """`sums` (2 n, columns) are those of n pairs, or with labels of all documents of a step. Only losses and
+        other figures have a gradient by `sums`."""
         tokens = self.answer_tokens[documents]
         log_probs = sums[:, 0]
         if self.loss.per_token:

@@ -58,7 +58,8 @@ def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
 
     def read_codes(part: slice) -> Tensor:
         start, stop, _ = part.indices(rows)
-        units = columns // 2 // unit  # of a row
+        # A row has so many units.
+        units = columns // 2 // unit
         return codes[start * units : stop * units].view(torch.uint8).view(stop - start, columns // 2)
 
     def read_scales(part: slice) -> Tensor:
@@ -68,11 +69,8 @@ def stored_four_bit_weight(name: str, tensors: Tensors) -> StoredWeight:
 
 
 def _whole_scales(name: str, tensors: Tensors, state: Mapping[str, Any]) -> Tensor:
-    """Return the scales of all blocks in float32.
-
-    Those that are quantised again are codes of values in a table, times the maximum of their nested block, plus an
-    offset. Raises ModelError for tensors that are missing.
-    """
+    """Scales that are quantised again are codes of values in a table, times the maximum of their nested block, plus
+    an offset."""
     scales = tensors[f"{name}.absmax"][...]
     if "nested_offset" not in state:
         return scales.float()

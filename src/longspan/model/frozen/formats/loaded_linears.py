@@ -12,12 +12,14 @@ from longspan.model.adapted_modules import is_adapted
 from longspan.model.frozen.formats.storage_methods import find_storage_method
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 
-_SETTINGS = {  # by the name of a class
+# The key is the name of a class.
+_SETTINGS = {
     "Linear4bit": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "Linear8bitLt": {"quant_method": "bitsandbytes", "load_in_8bit": True},
     "FP8Linear": {"quant_method": "fp8"},
 }
-OWN_CODES = "own_codes"  # of an nn.Linear: its StoredWeight
+# This attribute of an nn.Linear is its StoredWeight.
+OWN_CODES = "own_codes"
 
 
 @contextmanager
@@ -65,7 +67,6 @@ def holds_codes(model: nn.Module) -> bool:
 
 
 def _kind_of_codes(module: nn.Module) -> str:
-    """Return the class, of those in _SETTINGS, that a linear in 4 or 8 bits is of; "" for another module."""
     if is_adapted(module):  # peft's classes have the same names
         return ""
     return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _SETTINGS), "")
@@ -96,7 +97,8 @@ def stored_weight_of_module(module: nn.Module) -> StoredWeight | None:
             f"a {kind} has weights in {dtype}, which bitsandbytes has not quantised: load the model by "
             "from_pretrained, without llm_int8_has_fp16_weight"
         )
-    if getattr(state, "packing_format_for_cpu", False):  # of bitsandbytes 0.50, which rounds scales to bfloat16
+    # bitsandbytes 0.50 rounds these scales to bfloat16.
+    if getattr(state, "packing_format_for_cpu", False):
         raise ModelError(
             f"a {kind} has run on this CPU, for which bitsandbytes rounded its scales; load the model again, and use "
             "it here before it runs"

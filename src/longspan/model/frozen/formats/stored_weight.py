@@ -149,7 +149,8 @@ class StorageMethod:
         Scales of activations are left out. ModelError for codes without scales, and for what `make_weight` refuses.
         """
         joined = dict[str, Any]()
-        groups = defaultdict[str, dict[str, Any]](dict)  # by a weight's name: the tensors that make it, by theirs
+        # Each weight's name has the tensors that make it, by their own names.
+        groups = defaultdict[str, dict[str, Any]](dict)
         for name, tensor in tensors.items():
             if _OF_ACTIVATIONS.fullmatch(name):
                 continue
