@@ -31,7 +31,8 @@ def options_by_comm_type(options: PlanOptions, home: Layout, cp: int) -> list[Pl
     heads_known = options.heads is not None
     a2a_possible = heads_known and heads_allow_degree(cp, options.heads, ("a2a",), home.tp)
     types = ["p2p", "all_gather"]
-    if cp == 1:  # one slot sends nothing, so that all types are the same
+    # One slot sends nothing, so that all types are the same.
+    if cp == 1:
         types = ["p2p"]
     elif options.partition == "contiguous":
         types = ["a2a"] if a2a_possible else types
@@ -134,7 +135,7 @@ class DegreeComparison:
         return "; ".join([line, *filter(None, [slower]), *dynamic, *self.left_out])
 
     def _plan_time_text(self, plan: Plan) -> str:
-        """Write a plan's seconds, or, under a cost of no machine, how many times as long it takes as the best."""
+        """Under a cost of no machine seconds are written as times those of the best."""
         if plan.cost.source:
             return f"{plan.predicted_seconds:.3g} s"
         return f"{plan.predicted_seconds / self.best.planned.predicted_seconds:.2f} x as long"
@@ -197,9 +198,7 @@ def compare_degrees(
 
 
 def _price_degree(lengths: tuple[int, ...], home: Layout, options: PlanOptions, cp: int) -> DegreeChoice:
-    """Return one degree with its fastest type and limit of rows. The limit that suits the pipeline is searched under
-    the first type only, as each limit takes a plan.
-    """
+    """The limit of rows that suits the pipeline is searched under the first type only, as each limit takes a plan."""
     first, *others = options_by_comm_type(options, home, cp)
     planned = plan_evaluation(lambda way: plan_fixed(lengths, home, cp, options=way), lengths, home, first, cp)
     choices = [DegreeChoice(cp, planned, first)]

@@ -16,9 +16,12 @@ from longspan.plan.shape.model_shape import read_experts
 from longspan.plan.shape.positions import LengthLimit
 from longspan.resolve.planner_config import PlannerConfig, query_heads
 
-MOST_STEPS = 1024  # of a run whose documents are looked at
-TIMED_STEPS = 8  # whose seconds count, evenly apart
-FEW_STEPS = 4  # of which each is planned, and must fit
+# The documents of so many steps of a run are looked at.
+MOST_STEPS = 1024
+# The seconds of so many steps count, evenly apart.
+TIMED_STEPS = 8
+# Of so few steps each is planned, and must fit.
+FEW_STEPS = 4
 Lengths = tuple[int, ...]
 
 
@@ -89,7 +92,6 @@ class Facts:
 
     @cached_property
     def _seen_lengths(self) -> list[Lengths]:
-        """The lengths of each step that is looked at."""
         return [self.lengths(step) for step in {*self.heaviest_steps, *self.timed_steps}]
 
     @property

@@ -19,10 +19,12 @@ from longspan.resolve.facts import Facts
 from longspan.resolve.planner_config import PlannerConfig
 from longspan.resolve.ways import Way
 
-PARTITION_STEPS = 4  # whose documents a hybrid's partition is chosen for
+# A hybrid's partition is chosen for the documents of so many steps.
+PARTITION_STEPS = 4
 # of hybrids; all_gather takes more memory the longer the documents are, which is not weighed
 TYPES = ("a2a", "p2p")
-CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p
+# Of ways so close to the fastest the first is taken, contiguous before zigzag and a2a before p2p.
+CLOSE = 1.02
 
 
 class PartitionChoice(NamedTuple):

@@ -21,7 +21,8 @@ from longspan.resolve.partition import choose_partition
 from longspan.resolve.planner_config import PlannerConfig
 from longspan.resolve.ways import BindingKeys, RankedWay, Ranking, Way, family_notes, rank_ways, set_usual_mode
 
-NAMED = 3  # other ways in a reason
+# A reason names so many other ways.
+NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class Reasons:
     """Why the choices are as they are: ways with their numbers, and lines for people."""
 
     ways: tuple[RankedWay, ...] = ()  # the fastest first; empty where planner and degree were given
-    partition: str = ""  # of a hybrid
+    # Hybrids alone have a partition to choose.
+    partition: str = ""
     degrees: tuple[str, ...] = ()  # a line for each evaluation set whose degree was chosen
-    notes: tuple[str, ...] = ()  # what is unusual about prices
+    # A note says what is unusual about prices.
+    notes: tuple[str, ...] = ()
 
     @property
     def planner(self) -> str:
@@ -51,7 +54,6 @@ class Reasons:
 
 
 def _speed_text(times: float) -> str:
-    """Return in words how fast a plan is beside one that takes so many `times` as long."""
     percent = 100 * (times - 1)
     if abs(percent) < 0.5:
         return "as fast as"
@@ -68,7 +70,8 @@ class Resolved:
     memory: MemoryPlan | None
     cost: Cost
     reasons: Reasons = field(default_factory=Reasons)
-    rows_line: str = ""  # of the rows of a slot that a run's folder keeps
+    # A run's folder keeps the rows of a slot, which this line says.
+    rows_line: str = ""
     ranking: Ranking | None = None
     """The ways that were compared, with their plans (None: nothing was open). It cannot be sent to another process."""
 
@@ -121,7 +124,6 @@ def leaves_plans_open(config: RunConfig) -> bool:
 
 
 def _resolve_by_best_way(config: RunConfig, ranking: Ranking) -> Resolved:
-    """Take the best way: its keys, those of evaluations that follow them, its memory and its cost."""
     best = ranking.best
     chosen = set_usual_mode(best.way.config)
     choice = best.way.choice

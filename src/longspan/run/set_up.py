@@ -188,7 +188,8 @@ _FIXED_SECTIONS = ("model", "data", "lora")
 _FREE_KEYS = ("model.compute_dtype", "model.download", "data.share_prefixes")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
 _FIXED_KEYS += ("train.freeze", "train.loss", "optimizer.class", "optimizer.arguments", "evaluation.documents")
-_KEYS_OF_BEST = ("checkpoint.keep_best", "evaluation.patience")  # which decide whose weights RUN/model has
+# These keys decide whose weights RUN/model has.
+_KEYS_OF_BEST = ("checkpoint.keep_best", "evaluation.patience")
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
@@ -266,9 +267,7 @@ def check_steps_left(
 
 
 def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tables of a checkpoint's configuration and those of `config`, in a form that can be compared: both as
-    JSON gives them back, and model.preset with the name of the default preset where none was given.
-    """
+    """Both as JSON gives them back, and model.preset with the name of the default preset where none was given."""
     tables = list[dict[str, Any]]()
     for sections in (state.get("config", {}), json.loads(json.dumps(config.tables()))):
         model = sections.get("model", {})
@@ -279,10 +278,7 @@ def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tupl
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
-    """Raise CheckpointError where documents had another order, ConfigError where a key that a run keeps has changed.
-
-    A key that the checkpoint lacks, or that is "auto" now, is not compared. `path` is the checkpoint of `state`.
-    """
+    """A key that the checkpoint lacks, or that is "auto" now, is not compared. `path` is the checkpoint of `state`."""
     order = ORDER_OF_SOURCES if config.data.sources else ORDER
     if state.get("order") != order:
         raise CheckpointError(
@@ -291,7 +287,8 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
         )
     sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
-    if config.lora.rank:  # with an adapter, checkpoints hold only trained parts
+    # With an adapter, checkpoints hold only trained parts.
+    if config.lora.rank:
         fixed.append("encoder.trainable")
     free = set[str](_FREE_KEYS)
     # with that file `check_base_unchanged` compares the weights themselves
@@ -338,7 +335,8 @@ def open_run_documents(
         world, lambda: read_model_configuration(config, config.data.vocab_size), ModelError
     )
     rules = None  # the data's plans need them, and plans of memory
-    if checkpoint is None:  # what is wrong with the model is found before a corpus is made
+    # What is wrong with the model is found before a corpus is made.
+    if checkpoint is None:
         check = partial(check_run_model, config, world, model_config)
         lines, rules = run_on_every_rank(world, check, ModelError)
         for line in lines:
@@ -356,7 +354,8 @@ def open_run_documents(
     )
     as_written = replace(
         config,
-        context=replace(config.context, node_size=node_size),  # as given: a run that goes on may be on other hosts
+        # The file keeps the given number: a run that goes on may be on other hosts.
+        context=replace(config.context, node_size=node_size),
         run=run_section,
         checkpoint=checkpoint_section,
     )

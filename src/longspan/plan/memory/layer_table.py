@@ -29,7 +29,8 @@ from longspan.plan.shape.layers import (
 )
 
 WIDE = 4  # bytes of a number of float32
-INDEX = 8  # of int64
+# These are the bytes of a number of int64.
+INDEX = 8
 # Float32 tensors of values that torch's operations hold in a scan, without a delta rule and with one (counted on a CPU,
 # and of peaks in bench/records/measured.json).
 TORCH_SCANS = {False: 18, True: 26}
@@ -91,7 +92,8 @@ def slot_loads(
             exchanging = {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}.get(kind, 1)
             if exchanging > 1:
                 exchanged += group_rows
-                longest, members = max((longest, members), (group_rows, exchanging))  # those of the longest group
+                # Members are those of the longest group.
+                longest, members = max((longest, members), (group_rows, exchanging))
             if kind == "all_gather":
                 gathered = max(gathered, group_rows * group.degree)
             elif group.degree > exchanging:  # a block of the ring has the rows of all members that exchange
@@ -239,7 +241,8 @@ class LayerTable:
         part = self.linears_part(self.hidden_size, "q_proj", "k_proj", "v_proj") + projected
         if read.family.head_norms:
             part += self.norm_part(query + key, heads + kv_heads)
-        if gate:  # as projected beside the queries, and as attention's output is multiplied
+        # The gate is kept as projected beside the queries, and as attention's output is multiplied.
+        if gate:
             part += LayerPart(self.bytes_of_rows(2 * gate if self._norms_by_kernels else gate))
         call = self.attention_call_part(query, key, heads, kv_heads)
         # The projection saves attention's output, which attention saves too unless it was exchanged.
@@ -311,7 +314,8 @@ class LayerTable:
         inside = width / self.tp
         linears = ("gate_proj", "up_proj") if self._mlp_has_gate else ("up_proj",)
         part = self.linears_part(self.hidden_size, *linears) + self.linears_part(inside, "down_proj")
-        tensors = 3 if self._mlp_has_gate else 1  # as wide as the MLP, that are saved
+        # So many saved tensors are as wide as the MLP.
+        tensors = 3 if self._mlp_has_gate else 1
         gradients = len(linears)
         if self.compiled_parts != "none":
             gradients += sum(map(self.settings.has_adapter, (*linears, "down_proj")))
@@ -322,13 +326,9 @@ class LayerTable:
         return self._tiled_part(part, self.bytes_of_rows(self.hidden_size), weights)
 
     def _tiled_part(self, part: LayerPart, saved: float, weights: float) -> LayerPart:
-        """Return what `part` becomes when its rows run in tiles of `mlp_tile_tokens`, each of which runs again in
-        backward.
-
-        Only `saved` bytes are kept, of all rows. Its work is one tile's saved and work bytes, the output (or its
-        gradient) of all rows, and sums over tiles of the gradients of `weights` trained weights, in float32 at least. A
-        part whose rows are not tiled stays as it is.
-        """
+        """Only `saved` bytes are kept, of all rows. Work is one tile's saved and work bytes, the output (or its
+        gradient) of all rows, and sums over tiles of the gradients of `weights` trained weights, in float32 at
+        least."""
         tile_rows = self.settings.mlp_tile_tokens
         if not 0 < tile_rows < self.load.rows:
             return part
@@ -414,7 +414,8 @@ class LayerTable:
         )
         saved += self.load.runs * mixer.state / tp * WIDE
         if mixer.delta:
-            if settings.keys_are_repeated:  # as the layer computes them, and as unit vectors
+            # Keys are saved as the layer computes them, and as unit vectors.
+            if settings.keys_are_repeated:
                 saved += 2 * self.bytes_of_rows(2 * heads * mixer.key_size - (channels - inner), number)
             saved += self.bytes_of_rows(heads * CHUNK) if kernels else self.bytes_of_rows(channels - inner, WIDE)
             saved += self.bytes_of_rows(2 * inner) if settings.gpu else 3 * wide + 2 * self.bytes_of_rows(inner)

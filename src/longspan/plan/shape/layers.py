@@ -17,7 +17,8 @@ ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *INDEXE
 MIXING = ("linear_attention", "conv")
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "sliding": "sliding_attention"}
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
-_INSTEAD = {"moe": "mlp", "mlp": "moe"}  # what a depth has in place of a kind of layer that the model lacks
+# A depth has this in place of a kind of layer that the model lacks.
+_INSTEAD = {"moe": "mlp", "mlp": "moe"}
 
 
 class LayerKind(NamedTuple):
@@ -57,7 +58,8 @@ def layer_types(read: ConfigReader) -> list[str]:
         return [_LETTERS.get(letter, letter) for letter in pattern]
     # Other attributes tell the types of models that name none.
     layers = read.count("num_hidden_layers")
-    linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
+    # Kimi's configurations have this table; its layers count from 1.
+    linear = read.section("linear_attn_config")
     attending = read.value("attn_layer_indices", "full_attn_idxs")
     if (full := linear.value("full_attn_layers")) is not None:
         attending = [layer - 1 for layer in full]
@@ -69,7 +71,8 @@ def layer_types(read: ConfigReader) -> list[str]:
     if read.count("mamba_d_ssm"):  # Falcon-H1
         return ["hybrid"] * layers
     if read.count("linear_num_value_heads"):
-        interval = read.count("full_attention_interval") or 4  # as Qwen's configurations have it
+        # Qwen's configurations have this interval.
+        interval = read.count("full_attention_interval") or 4
         return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
     is_mamba2 = read.count("state_size") and read.count("num_heads")
     return ["linear_attention"] * layers if read.count("mamba_n_heads") or is_mamba2 else []
@@ -105,9 +108,7 @@ def sliding_window(read: ConfigReader) -> int:
 
 
 def _layer_kind(read: ConfigReader, layer: int, kind: str, *, separate: bool) -> LayerKind:
-    """Return what layer number `layer` has, whose type is `kind` by today's names; in a `separate` model MLPs and
-    experts are layers of their own.
-    """
+    """In a `separate` model MLPs and experts are layers of their own. `kind` is one of today's names."""
     is_hybrid = kind == "hybrid"  # attention and a mixer side by side
     attention = kind if kind in ATTENTION else ""
     if is_hybrid:
@@ -122,16 +123,15 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, *, separate: bool) ->
 
 
 def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
-    """Return whether a layer of a model with experts has them: by its number in the attributes that families use for
-    that.
-    """
+    """The layer's number stands in the attributes that families use for that."""
     if 0 in (read.value("num_experts"), read.value("num_local_experts")):
         return False
     if isinstance(moe_layers := read.value("moe_layers"), list):
         return layer in cast(list[int], moe_layers)
     if isinstance(moe_layers := read.value("mlp_layer_types"), list):
         return cast(list[str], moe_layers)[layer] == "sparse"
-    last = read.value("moe_layer_end_index")  # of Ernie; -1: the last layer
+    # Ernie has such an index; -1: the last layer.
+    last = read.value("moe_layer_end_index")
     if last is not None and 0 <= last < layer:
         return False
     dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
@@ -184,7 +184,8 @@ def key_value_heads(read: ConfigReader) -> int:
     heads = read.count("num_attention_heads")
     if has_latent_attention(read):
         return max(1, heads)
-    shared_by_all = 1 if read.value("multi_query") else heads  # of GPT-BigCode
+    # GPT-BigCode has this key.
+    shared_by_all = 1 if read.value("multi_query") else heads
     return max(1, read.count("num_key_value_heads") or shared_by_all)
 
 
@@ -250,7 +251,8 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     shared_width = read.count(
         "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
     )
-    if not shared_width:  # it follows from the number of experts that every token visits: Llama 4 always has one
+    # The width follows from the number of experts that every token visits: Llama 4 always has one.
+    if not shared_width:
         is_llama4 = read.count("intermediate_size_mlp")
         shared_width = expert_width * (1 if is_llama4 else read.count("n_shared_experts", "num_shared_experts"))
     weights = products * ((narrow_width or hidden) * visited * expert_width + hidden * shared_width)
@@ -262,7 +264,6 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
 
 
 def _dense_mlp_width(read: ConfigReader) -> int:
-    """Return the width inside an MLP without experts; 0 if the configuration names none."""
     # Granite's, Llama 4's, others'
     names = ("shared_intermediate_size", "intermediate_size_mlp", "intermediate_size")
     width = next((width for name in names if (width := read.count(name))), 0)
@@ -278,14 +279,13 @@ def _dense_mlp_width(read: ConfigReader) -> int:
 
 
 def _latent_head_sizes(read: ConfigReader) -> tuple[int, int]:
-    """Return the sizes of a head's query or key, with its rotary part, and of its value."""
+    """(query or key with its rotary part, value) of a head."""
     return read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim"), read.count("v_head_dim")
 
 
 def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
-    """Count the weights of latent attention. Queries go through `q_lora_rank` numbers if there is one. Keys and values
-    come from `kv_lora_rank` numbers a row, and the rotary part of keys, which all heads share, straight from the row.
-    """
+    """Queries go through `q_lora_rank` numbers if there is one. Keys and values come from `kv_lora_rank` numbers a
+    row, and the rotary part of keys, which all heads share, straight from the row."""
     heads = read.count("num_attention_heads")
     size, value = _latent_head_sizes(read)
     rank = read.count("kv_lora_rank")
@@ -391,7 +391,6 @@ def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
 
 
 def _read_gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
-    """Read a gated delta net, as in Qwen3-Next. Raises PlanError for missing sizes."""
     names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
     read.check_counts(*names)
     key_heads, key_size, value_size, width = (read.count(name) for name in names)
@@ -414,8 +413,9 @@ def _read_gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _read_kimi_delta_attention(read: ConfigReader, hidden: int) -> MixerShape:
-    """Read a Kimi delta attention, in the names of its files or of transformers. Raises PlanError for missing sizes."""
-    linear = read.section("linear_attn_config")  # as it is published
+    """The names are those of its files or of transformers."""
+    # Published files have this table.
+    linear = read.section("linear_attn_config")
     heads = linear.count("num_heads") or read.count("linear_num_heads")
     size = linear.count("head_dim") or read.require_count("linear_head_dim")
     width = linear.count("short_conv_kernel_size") or read.require_count("linear_conv_kernel_dim")
@@ -436,7 +436,6 @@ def _read_kimi_delta_attention(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _read_mamba2(read: ConfigReader, hidden: int) -> MixerShape:
-    """Read a Mamba 2 layer by the names of every family. Raises PlanError for missing sizes."""
     heads = _count_mamba2_heads(read)
     states = read.require_count("mamba_d_state", "ssm_state_size", "state_size")
     groups = read.require_count("mamba_n_groups", "n_groups", "mamba_ngroups")
@@ -444,7 +443,8 @@ def _read_mamba2(read: ConfigReader, hidden: int) -> MixerShape:
     names = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
     # In a model that attends head_dim is attention's.
     size = read.value(*names) if read.count("num_attention_heads") else read.value(*names, "head_dim")
-    if isinstance(size, int):  # it may be "auto"
+    # The size may be "auto".
+    if isinstance(size, int):
         inner = heads * size
     else:
         inner = read.count("mamba_d_ssm") or read.require_count("mamba_expand", "expand") * hidden
@@ -462,7 +462,7 @@ def _read_mamba2(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _count_mamba2_heads(read: ConfigReader) -> int:
-    """Return the heads of a Mamba 2 layer; 0 for Mamba 1 and for a model without either."""
+    """0 for Mamba 1 and for a model without either."""
     heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
     # The first Zamba, whose layers are Mamba 1, has n_mamba_heads too, but no groups.
     return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))

@@ -416,7 +416,7 @@ class _OffloadedUpdate:
     def _fetch_bucket(self, bucket: StateBucket) -> _Fetched:
         """Each part but the last of a parameter counts its step in a copy: the parameter's own count moves on once."""
         states = list[dict[str, Any]]()
-        pairs = list[tuple[Tensor, Tensor]]()  # (on the device, on the host)
+        pairs = list[tuple[Tensor, Tensor]]()  # (device, host)
 
         def place(host: Tensor) -> Tensor:
             """Return an empty tensor on the device, and note that `host` is to be copied into it."""
