@@ -1,7 +1,7 @@
 """A model's parameters over the slots: sharded by FSDP2, layer by layer, or a copy on every rank.
 
 Either way a gradient is the plain sum over slots: the loss is divided by the plan's targets before backward, so nothing
-here divides. Behind it stands what FSDP2 gathers, frees and sums in the passes of a step.
+here divides. Behind it stands what the passes of a step gather, free and sum, by FSDP2's public methods.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ from longspan.model.weights.gradients import set_earlier_gradients_aside
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.messages import SUMMED_NUMBERS
 
-# whether a module frees its gathered parameters after forward
+# Whether a module frees its gathered parameters after forward.
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()
 # A module was sharded here with these settings; one that was sharded elsewhere has the defaults.
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from longspan.config.file import load_config
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model
-from longspan.model.fsdp_params import fsdp_modules
+from longspan.model.fsdp_params import HookedParamGroup, fsdp_modules
 from longspan.model.marks import HOST_STORE
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_fixed
@@ -160,6 +161,16 @@ ROWS = [
 @pytest.mark.parametrize("names", ROWS)
 def test_steps_evaluations_and_saves_are_the_same_bits(tmp_path: Path, names: Sequence[str]) -> None:
     run_ranks(_over_ranks, len(CASES[names[0]].home.ranks), tmp_path, names, timeout=120)
+
+
+@pytest.mark.parametrize("owner", ["group", "context"])  # the second since torch 2.15
+def test_streams_of_a_gather_wait_for_updates(owner: str) -> None:
+    waited = list[Any]()
+    group: Any = SimpleNamespace(_wait_all_gather_streams_on_event=waited.append)
+    if owner == "context":
+        group = SimpleNamespace(comm_ctx=SimpleNamespace(wait_all_gather_streams_on_event=waited.append))
+    HookedParamGroup._let_gather_streams_wait(group, "event")
+    assert waited == ["event"]
 
 
 MUTATIONS: dict[str, Change] = {
