@@ -12,7 +12,7 @@ from pathlib import Path
 from longspan.cli.main import main as longspan
 from longspan.layout import Layout
 
-PLAN = "plan --distribution lognorm --slots 32 --tokens 1048576 --seed 1 --machine h200 --cp-comm-type auto"
+PLAN = "plan --distribution lognorm --slots 32 --tokens 1048576 --seed 1 --machine h100 --max-tokens-per-slot 8192"
 STYLE = """svg.drawn{--ink:#1d2126;--soft:#5d6670;--line:#b9bfc6;--box:#f3f3ef;
 --a:#2f6fb3;--b:#c2571a;--c:#2c7f4f;--d:#8e4585;--on:#ffffff}
 @media (prefers-color-scheme: dark){svg.drawn{--ink:#e8eaed;--soft:#a5aeb8;--line:#525b66;--box:#232a32;
@@ -225,7 +225,7 @@ def draw(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for drawing in (slots, types, hierarchy, families, rooms):
         (folder / f"{drawing.__name__}.svg").write_text(drawing(), encoding="utf-8")
-    longspan([*PLAN.split(), "--plot", str(folder / "plan.svg")])
+    longspan([*PLAN.split(), "--json", "--plot", str(folder / "plan.svg")])
 
 
 if __name__ == "__main__":

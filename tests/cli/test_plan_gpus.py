@@ -281,14 +281,11 @@ def no_plan(lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Pl
 
 PRESET = "--model.preset qwen3-tiny"
 REFUSED = [
-    ("--longest", "--longest is of a question about GPUs; name them with --gpu"),
-    ("--same 1x5 --slots 1 --optimizer.class sgd", "--optimizer.class is of a question about GPUs"),
     ("--gpu h300 --longest", "no figures of 'h300'; known are .*--gpu-bytes N --tflops N"),
     ("--gpu h100", "what shall fit?.*--longest, documents of a step"),
     ("--gpu h100 --longest --same 1x5", "--longest asks for the longest document, and --same names"),
     ("--gpu h100 --same 1x5 --data x", "--same and --data are both given"),
-    ("--gpu h100 --same 1x5 --plot x.svg", "with --gpu, longspan plan .* does not take --plot"),
-    ("--gpu h100 --same 1x5 --slots 4", "--gpus N is how many GPUs there are"),
+    ("--gpu h100 --same 1x5 --gpus 2 --slots 4", "--gpus N, --world N and --slots N each say how many GPUs"),
     ("--gpu h100 --same 1x5 --epochs 2", "train.epochs is of a run, whose documents --data names"),
     ("--gpu h100 --same 1x5 --cp 1 --context.context_parallel_size 1", "are the same key"),
     ("--gpu h100 --same 1x5 --lora.rnk 4", "no flag --lora.rnk: did you mean '--lora.rank'"),

@@ -52,7 +52,7 @@ from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops, read_experts
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import with_kept_rows
-from longspan.resolve.planner_config import PlannerConfig, home_of, query_heads
+from longspan.resolve.planner_config import PlannerConfig, default_rows, home_of, query_heads
 from longspan.resolve.resolved import Resolved, resolve
 from longspan.resolve.run_cost import KEY, read_run_machine, run_machine, set_node_size
 from longspan.resolve.ways import Way
@@ -140,6 +140,7 @@ def parse_step_flags(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
 
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
+CPU_ROWS = 256  # of a slot
 
 
 class TimedLengths(NamedTuple):
@@ -349,14 +350,15 @@ def _set_limits(
     gpu: bool,
 ) -> RunConfig:
     """Return the configuration with a cap of rows and a degree where flags give none. Documents listed by length are
-    few and get no cap (0). Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256
-    on CPUs; more where the longest needs more on all slots. Sequences that are timed one by one get all slots; any
-    other degree stays open (0).
+    few and get no cap (0). Others may be many, and are packed into micro-batches of at most DEFAULT_ROWS rows on a
+    slot, or CPU_ROWS; more where the longest needs more on all slots. Sequences that are timed one by one get all
+    slots; any other degree stays open (0).
     """
     context = config.context
     if context.max_tokens_per_slot == NOT_GIVEN:
-        usual = 8192 if gpu else 256
-        cap = 0 if documents.listed else max(usual, ceil(max(documents.lengths) / home.slots))
+        least = ceil(max(documents.lengths) / home.slots)
+        cap = default_rows(least) if gpu else max(CPU_ROWS, least)
+        cap = 0 if documents.listed else cap
         context = replace(context, max_tokens_per_slot=cap)
     if context.context_parallel_size == NOT_GIVEN:  # 0: the fastest, chosen later
         context = replace(context, context_parallel_size=home.slots if flags.sequences else 0)

@@ -144,10 +144,10 @@ WHOLE_WORDS = {
     "--optimizer.groups",
 }
 _WHOLE_HELP = {"--help-all", "--help_all"}
-_HELP = {"-h", "--help"} | _WHOLE_HELP
+HELP = {"-h", "--help"} | _WHOLE_HELP
 OTHER_SPELLING = {"--data": "--data.path", "--data.path": "--data"}  # two spellings of one flag
 _FEW = 12  # flags that an error lists
-# Flags of plans, and the keys of training that they stand for where GPUs are named.
+# Flags of plans, and the keys of training that they stand for.
 KEY_OF_PLAN_FLAG = {
     "--data": "--data.path",
     "--tokens_per_step": "--train.tokens_per_step",
@@ -183,7 +183,7 @@ def parse_flags(
     """
     types = flag_types(kind)
     hints = get_type_hints(kind, include_extras=True)
-    if not _HELP.isdisjoint(argv):
+    if not HELP.isdisjoint(argv):
         print(help_text(kind, types, prog, whole=not _WHOLE_HELP.isdisjoint(argv)))
         raise SystemExit(0)
     check_flag_names(argv, types, prog)

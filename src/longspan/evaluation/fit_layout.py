@@ -15,10 +15,8 @@ from longspan.errors import plural
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import fit_level_sizes
-from longspan.resolve.planner_config import PlannerConfig, plan_row_multiple
+from longspan.resolve.planner_config import PlannerConfig, default_rows, plan_row_multiple
 
-# A slot has this many rows in a micro-batch, if neither a flag nor a run has a number.
-ROWS = 8192
 HOME = ("tp", "pp", "dp_replicate", "ep")  # the degrees of [parallel]
 
 
@@ -81,8 +79,8 @@ def fit_evaluation_plans(
     """Fit the plans of evaluation to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
 
     The degree is the largest that divides the slots, that a2a can deal the heads to, and that is no larger than the
-    run's. An "auto" degree is chosen later. A max_tokens_per_slot "auto" becomes ROWS, and more if the document needs
-    it, as a smaller number does. Keys of `flag_keys` stay, but for a cap of "auto".
+    run's. An "auto" degree is chosen later. A max_tokens_per_slot "auto" becomes `default_rows`; a number becomes more
+    if the document needs it. Keys of `flag_keys` stay, but for a cap of "auto".
     """
     section = config.evaluation
     choice = PlannerConfig.evaluation(config)
@@ -107,7 +105,7 @@ def fit_evaluation_plans(
         values["max_tokens_per_slot"] = rows
     values = {key: value for key, value in values.items() if f"evaluation.{key}" not in flag_keys}
     if cap == AUTO:  # also where a flag says so
-        values["max_tokens_per_slot"] = max(rows, ROWS)
+        values["max_tokens_per_slot"] = default_rows(rows)
     return config.with_keys("evaluation", **values)
 
 

@@ -45,6 +45,16 @@ KEYS = {  # of a section of plans, by the planners' arguments
 }
 
 
+DEFAULT_ROWS = 8192
+
+
+def default_rows(least: int) -> int:
+    """Return what max_tokens_per_slot "auto" is where no memory is planned: DEFAULT_ROWS, or `least`, the rows of a
+    slot that the longest document needs, if that is more.
+    """
+    return max(DEFAULT_ROWS, least)
+
+
 def plan_row_multiple(parallel: ParallelConfig) -> int:
     """Return the number of which a slot's rows are a multiple: under sequence parallelism its tp ranks, which take
     equal parts, else 1.

@@ -81,12 +81,8 @@ class Way:
     @cached_property
     def choice(self) -> PlannerConfig:
         """How steps are planned. A `node_size` that the keys leave open is the machine's."""
-        config = self.config
-        facts = self.facts
-        if config.context.node_size == AUTO:
-            node_size = max(1, facts.machine.node_size // facts.home.tp)
-            config = config.with_keys("context", node_size=node_size)
-        return PlannerConfig.training(config, cost=self.cost(), heads=facts.heads)
+        config = with_node_size_of_machine(self.config, self.facts)
+        return PlannerConfig.training(config, cost=self.cost(), heads=self.facts.heads)
 
     def cost(self, memory: MemoryPlan | None = None, notes: list[str] | None = None) -> Cost:
         """Return the cost of this way's model on the machine, with what a plan of memory recomputes and gathers (None:
@@ -219,6 +215,13 @@ class Way:
         if self.facts.sees_all:
             limits.append(_round_up(longest // degree + mean_rows, unit))
         return sorted({least, *(limit for limit in limits if limit > least)})
+
+
+def with_node_size_of_machine(config: RunConfig, facts: Facts) -> RunConfig:
+    """Return the configuration with the slots of the machine's hosts in place of a node_size "auto"."""
+    if config.context.node_size != AUTO:
+        return config
+    return config.with_keys("context", node_size=max(1, facts.machine.node_size // facts.home.tp))
 
 
 def set_usual_mode(config: RunConfig) -> RunConfig:

@@ -12,9 +12,9 @@ from longspan.cli.eval import make_request, parse_eval, prepare_request
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
-from longspan.evaluation.fit_layout import ROWS, changes_line, fit_evaluation_plans, fit_home_to_ranks, layout_changes
+from longspan.evaluation.fit_layout import changes_line, fit_evaluation_plans, fit_home_to_ranks, layout_changes
 from longspan.layout import Layout
-from longspan.resolve.planner_config import PlannerConfig, home_of
+from longspan.resolve.planner_config import DEFAULT_ROWS, PlannerConfig, home_of
 from longspan.run.checks import check_config, check_longest_of_set
 
 BASE = {"evaluation.context_parallel_size": 8, "evaluation.max_tokens_per_slot": 64}
@@ -103,7 +103,7 @@ def test_what_a_flag_gave_stays(tmp_path: Path) -> None:
     keys = {"evaluation.cp_comm_type": "a2a+p2p", sizes: [2, 4], "evaluation.max_tokens_per_slot": "auto"}
     keys |= {"context.max_tokens_per_slot": "auto", "model.preset": "qwen3-0.6b"}
     entry, _ = entry_at(load_config(None, BASE | keys), 6, sizes)  # `check_config` refuses them at degree 6
-    assert entry.hierarchical_context_parallel_sizes == (2, 4) and entry.max_tokens_per_slot == ROWS
+    assert entry.hierarchical_context_parallel_sizes == (2, 4) and entry.max_tokens_per_slot == DEFAULT_ROWS
     dynamic = load_config(None, BASE | {"evaluation.planner": "dynamic"})
     flagged = subject_of(tmp_path, dynamic, f"--{DEGREE}", "4").evaluation
     assert (flagged.planner, flagged.context_parallel_size) == ("fixed", 4)

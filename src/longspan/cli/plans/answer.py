@@ -1,6 +1,6 @@
 """The answer to "which layout for my lengths" on GPUs: fits or not, the fastest way, the others beside it, the keys.
 
-`longspan plan --gpu …` asks about the longest document, one step or a run of data, and chooses what its flags leave
+`longspan plan …` asks about the longest document, one step or a run of data, and chooses what its flags leave
 open; `longspan train … --dry-run` asks about a configuration and its data. `resolve` finds the ways. No GPU, no torch.
 """
 
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from longspan.cli.flags import write_text_file
@@ -25,10 +26,11 @@ from longspan.config.dtypes import DTYPE_BYTES
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig, section_kinds
-from longspan.errors import LongspanError, PlanError, plural
+from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.model.presets import find_published_preset
 from longspan.plain_text import gib_text, number_text, seconds_text, text_table
 from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflops
+from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.memory.settings import CHOSEN_SETTINGS, Bytes
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_form
@@ -257,8 +259,11 @@ def flags_of_keys(keys: Mapping[str, Any]) -> str:
 def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
     source = find_document_source(flags, question)
+    check_plot_files(flags.plot)
     run = make_run(flags, question, read_gpus(flags, question.config.run.machine), source)
     print_preset(run)
+    if flags.prints_plan and source not in ("data", "longest"):
+        return _print_plan(flags, run)
     if source == "data":
         answer = _answer_by_data(run, estimate=True)
     elif source == "longest":
@@ -270,7 +275,56 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
         lengths, title = read_step(flags, run)
         facts = run.facts_of_step(lengths)
         answer = _with_nf4(answer_ways(title, run, facts), facts)
-    return _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
+    code = _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
+    if answer.seconds is not None:
+        plan = _shown_plan(answer.ways[0])
+        if flags.show and not flags.json:
+            print(f"\n{plan.table()}")
+        draw_plan(plan, flags.plot, answer.title)
+    return code
+
+
+def _print_plan(flags: GpuFlags, run: GpuRun) -> int:
+    """Print the plan of the step that flags name as JSON; where it does not fit, standard error says so."""
+    lengths, title = read_step(flags, run)
+    facts = run.facts_of_step(lengths)
+    best = _resolve_ways(run.config, facts, run.given)[1].best
+    if best.refusal:
+        print(best.refusal, file=sys.stderr)
+    plan = _shown_plan(best)
+    print(plan.to_json())
+    draw_plan(plan, flags.plot, title)
+    return 0
+
+
+def _shown_plan(fit: Fit) -> Plan:
+    """Return the plan of the first step, priced under the measures of memory that were chosen."""
+    home = fit.way.facts.home
+    return fit.plans[0].reprice(fit.way.cost(fit.memory).shared_by(home.tp))
+
+
+def check_plot_files(paths: Sequence[str]) -> None:
+    """Raise ConfigError for drawings that cannot be written."""
+    for path in paths:
+        if Path(path).suffix.lower() not in (".html", ".svg", ".png"):
+            raise ConfigError(f"--plot {path}: a plan is drawn as .html, .svg or .png; give a name that ends so")
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
+
+
+def draw_plan(plan: Plan, paths: Sequence[str], title: str) -> None:
+    """Draw a plan to these files, and name them on standard error."""
+    if not paths:
+        return
+    from longspan.report import plan_document, plan_page, write_png
+
+    for path in paths:
+        if path.lower().endswith(".png"):
+            write_png(plan, path, title=title)
+        else:
+            draw = plan_page if path.lower().endswith(".html") else plan_document
+            write_text_file(path, draw(plan, title=title))
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def make_run(flags: GpuFlags, question: Question, gpus: Gpus, source: str) -> GpuRun:
@@ -422,6 +476,9 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
         notes += [*best.notes, *family_notes(run.config, best)]
     else:
         larger = _fit_more_gpus(run, facts)
+    with suppress(PlanError):  # of a model without a tower whose work is known
+        if not facts.image_rows and EncoderShape.of(facts.model):
+            notes.append("the model has a tower for images, which is not in these seconds (docs/planning.md)")
     chosen = choose_position_scaling(chosen, facts.model, longest)
     if fits and run.given.planner:
         notes += position_notes(chosen, facts.model, longest)

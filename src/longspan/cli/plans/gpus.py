@@ -45,8 +45,8 @@ class Gpus:
 
 
 def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
-    """Read the GPUs that flags name; `run_machine` is the key run.machine. A comparison that names none is about those
-    of run.machine, or H200s. The speed is that of run.machine or of --tflops, else that of --gpu; with only --gpu-bytes
+    """Read the GPUs that flags name; `run_machine` is the key run.machine. Where they name none, these are those of
+    run.machine, or H200s. The speed is that of run.machine or of --tflops, else that of --gpu; with only --gpu-bytes
     that of an H200. Raises ConfigError for a number of bytes or a speed that is impossible, or not known.
     """
     check_flags_at_least(flags, gpus=1, gpu_bytes=0, host_bytes=0)
@@ -56,9 +56,7 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
     if not 0 <= flags.tflops < math.inf or (flags.tflops and run_machine):
         reason = f"run.machine {run_machine} has its own speed" if run_machine else "a speed is above 0"
         raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give --tflops N, such as 400, or --machine")
-    gpu = flags.gpu
-    if flags.compare and not gpu and not flags.gpu_bytes:
-        gpu = run_machine or "h200"
+    gpu = flags.gpu if flags.names_gpus else run_machine or "h200"
     named = read_machine(gpu, "--gpu") if gpu else None
     machine = named or Machine()
     size_text = f" of {flags.gpu_bytes:,} bytes" if flags.gpu_bytes else ""

@@ -78,24 +78,26 @@ def read_json_lengths(path: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningFlags(SourceFlags):
-    """Documents, slots and a price: flags that one plan and a comparison both have."""
+    """Documents, slots and a price: flags that stand for keys of a run, and how many slots there are."""
 
     planner: str = "auto"
-    """fixed: packed, one degree; padded: one document a row, padded; dynamic: a degree for each document; auto: fixed
-    where --cp is given, else the faster of dynamic and fixed. A function of your own by its dotted name, as in train;
-    with --compare, a row beside these."""
+    """As context.planner. fixed: packed, one degree; padded: one document a row, padded; dynamic: a degree for each
+    document; auto: fixed where --cp is given, else the faster of dynamic and fixed. A function of your own by its
+    dotted name; with --compare, a row beside these."""
     slots: int = 0
-    """Slots of the home: ranks / (tensor-parallel degree x pipeline stages)."""
+    """Slots of the home, in place of --gpus: GPUs / (tensor-parallel degree x pipeline stages)."""
     node_size: int = 8
-    """Slots of one host, with --compare its ranks; groups inside a host talk over its fast links."""
-    mode: Literal["lockstep", "free"] = "lockstep"
-    """lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a group wait."""
+    """Slots of one host, as context.node_size; groups inside a host talk over its fast links. Default: those of the
+    machine."""
+    mode: Literal["auto", "lockstep", "free"] = "auto"
+    """As context.mode. lockstep: all slots end a micro-batch together (FSDP, EP, pipelines); free: only members of a
+    group wait; auto: the faster."""
     machine: str = ""
-    """JSON file of longspan bench calibrate, or a known GPU, such as h100 (those of --gpu). Prices --model or, without
-    it, Qwen3-8B; empty: --model on H200s or, without it, Qwen3-8B on GPUs of 400 TFLOP/s."""
+    """JSON file of longspan bench calibrate, or a known GPU, such as h100 (those of --gpu), which prices the plan.
+    Default: --gpu, or H200s."""
     model: str = ""
     """Folder or config.json of a transformers model, whose sizes price the plan; its query heads limit the degrees of
-    a2a."""
+    a2a. Without it and --gpu: Qwen3-8B."""
     cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"] = "auto"
     """How the slots of a group share attention; auto: the fastest way of each group."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = 0
@@ -108,7 +110,7 @@ class PlanningFlags(SourceFlags):
     max_cp: int = 0
     """Largest degree that a dynamic plan may choose; 0: no limit."""
     max_tokens_per_slot: int | str = AUTO
-    """Rows that a slot holds in one micro-batch, at most; auto: 8192, or what the longest document needs if that is
-    more; 0: no limit, as if memory had none."""
+    """Rows that a slot holds in one micro-batch, at most; auto: as memory holds them (docs/memory.md); 0: no limit."""
     json: bool = False
-    """Print the result as JSON, and nothing else, on standard output."""
+    """Print JSON, and nothing else, on standard output: the answer where --gpu or --compare is given, else the plan of
+    the step, as with --show."""

@@ -1,14 +1,15 @@
-"""Flags of `longspan plan` that ask what fits GPUs, the keys of runs behind them, and the GPUs that they name.
+"""Flags of `longspan plan`: what shall fit which GPUs, and the keys of runs behind them. Imports no torch.
 
-With `--gpu`, `--gpu-bytes` or `--compare` every key of `longspan train` stands on the command line by its own name, and
-flags of plans that mean the same as a key are read as that key. Imports no torch.
+Every key of `longspan train` stands on the command line by its own name, and flags of plans that mean the same as a key
+are read as that key.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from longspan.cli.flags import (
+    HELP,
     KEY_OF_PLAN_FLAG,
     check_flag_names,
     flag_text,
@@ -25,54 +26,60 @@ from longspan.model.presets import PRESETS, find_published_preset
 
 AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
 PROG = "longspan plan"
-ASKING = ("--gpu", "--gpu_bytes", "--compare")  # one of them makes a question of memory and time
-DEFAULT_MODEL = "qwen3-8b"  # of a comparison that names none
+DEFAULT_MODEL = "qwen3-8b"  # where neither a model nor GPUs are named
 OF_DOCUMENTS = ("lengths", "same", "distribution", "tokens", "longest_document", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFlags(PlanningFlags):
-    """Whether a run fits GPUs, with which keys, and how long it takes: flags that only such a question has."""
+    """Whether a run fits GPUs, with which keys, and how long it takes."""
 
     gpu: str = ""
     """GPUs to plan memory and time for: h200, by data sheet a100-40, a100-80, h100, b200, b300, gh200, l40s, l4, a10,
     a6000, 3090, 4090, 5090, pro6000, or a file of longspan bench calibrate; all: each of these in one table. Every key
-    of longspan train may stand behind it, as --lora.rank 16."""
+    of longspan train may stand behind it, as --lora.rank 16. Default: those of --machine, or H200s."""
     gpus: int = 1
-    """With --gpu or --gpu-bytes: how many of them."""
+    """How many GPUs."""
     gpu_bytes: int = 0
     """Bytes of a GPU, in place of those of --gpu; of another GPU with --tflops. 0: those of --gpu."""
     tflops: float = 0.0
-    """With --gpu or --gpu-bytes: what a GPU sustains, in 1e12 FLOP/s; 0: that of --gpu or --machine."""
+    """What a GPU sustains, in 1e12 FLOP/s; 0: that of --gpu or --machine."""
     host_bytes: int = 0
-    """With --gpu or --gpu-bytes: bytes of the host's memory that are free for each GPU; 0: 128 GiB, an assumption."""
+    """Bytes of the host's memory that are free for each GPU; 0: 128 GiB, an assumption."""
     longest: bool = False
-    """With --gpu or --gpu-bytes: the most tokens of one document over all of them, and what takes which bytes."""
+    """The most tokens of one document over all of them, and what takes which bytes."""
     data: str = ""
-    """With --gpu: rows of data, whose steps are planned as training would: as data.path, a folder or file, or stdlib.
+    """Rows of data, whose steps are planned as training would: as data.path, a folder or file, or stdlib.
     Tokens are estimated as bytes / 4 where neither --data.tokenizer nor the model's folder has a tokenizer."""
     tokens_per_step: int = 0
-    """With --gpu and --data: as train.tokens_per_step; 0: its default."""
+    """With --data: as train.tokens_per_step; 0: its default."""
     epochs: float = 0.0
-    """With --gpu and --data: as train.epochs; 0: one, unless train.steps is given."""
+    """With --data: as train.epochs; 0: one, unless train.steps is given."""
     compare: bool = False
-    """Price every planner and degree next to each other, at the rows that memory holds: on --gpu, or on --machine (an
-    H200) where none is named; of --model or else of Qwen3-8B."""
+    """Price every planner and degree next to each other, at the rows that memory holds."""
     world: int = 0
-    """With --compare: ranks of the machine, in place of --gpus or --slots."""
+    """Ranks of the machine, in place of --gpus or --slots."""
     tp: int = 1
-    """With --compare or --gpu: as parallel.tp."""
+    """As parallel.tp."""
     pp: int = 1
-    """With --compare or --gpu: as parallel.pp."""
+    """As parallel.pp."""
     vpp: int = 1
-    """With --compare or --gpu: as parallel.vpp."""
+    """As parallel.vpp."""
     write: str = ""
-    """With --gpu or --gpu-bytes: write the keys of the answer to this file, which longspan train takes."""
+    """Write the keys of the answer to this file, which longspan train takes."""
+    show: bool = False
+    """Show the plan of the step, or of the first one, micro-batch by micro-batch."""
+    plot: tuple[str, ...] = ()
+    """Draw that plan to these files: .html (a page to explore), .svg or .png (viz extra)."""
 
+    @property
+    def names_gpus(self) -> bool:
+        return bool(self.gpu or self.gpu_bytes)
 
-# Flags that only a question about GPUs has, and all that it reads.
-OF_GPUS = {f"--{field.name}" for field in fields(GpuFlags)} - {f"--{field.name}" for field in fields(PlanningFlags)}
-READ = OF_GPUS | {f"--{name}" for name in (*OF_DOCUMENTS, "model", "json", "help", "slots")}
+    @property
+    def prints_plan(self) -> bool:
+        """Whether JSON is that of a plan."""
+        return self.json and (self.show or not (self.names_gpus or self.compare))
 
 
 @dataclass(frozen=True)
@@ -86,28 +93,15 @@ class Question:
         return not self.given_keys.isdisjoint(keys)
 
 
-def is_gpu_question(argv: Sequence[str]) -> bool:
-    """Return whether the words of a command name GPUs, and so ask whether a run fits them. Raises ConfigError, if no
-    GPUs are named, for flags and keys that only such a question has.
-    """
-    names = [name for name, _, _ in split_flags(argv)]
-    if not set(names).isdisjoint(ASKING):
-        return True
-    for name in names:
-        if name in OF_GPUS or "." in name:
-            raise ConfigError(
-                f"{flag_text(name)} is of a question about GPUs; name them with --gpu, such as --gpu h100 --gpus 4"
-            )
-    return False
-
-
 def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags, Question]:
-    """Parse the flags and the keys of a command line that names GPUs.
+    """Parse the flags and the keys of a command line.
 
     A key may be given by its own name or by the flag of plans that stands for it (KEY_OF_PLAN_FLAG). Raises
-    ConfigError for an unknown flag, for a key that is given by both names, for a flag of plans that such a question
-    does not read, and where no model is named, or two are.
+    ConfigError for an unknown flag, for a key that is given by both names, where two models are named, and for GPUs
+    without a model.
     """
+    if not HELP.isdisjoint(argv):
+        parse_flags(kind, argv, PROG)  # prints and exits
     types = flag_types(kind) | {name: hint for name, hint in flag_types(TrainFlags).items() if "." in name}
     check_flag_names(argv, types, PROG)
     plan_words = list[str]()
@@ -116,10 +110,6 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     for flag, values, _ in split_flags(argv):
         key = flag if "." in flag else KEY_OF_PLAN_FLAG.get(flag, "")
         if not key:
-            if flag and flag not in READ:
-                raise ConfigError(
-                    f"with --gpu, longspan plan finds what fits GPUs and does not take {flag_text(flag)}; leave it out"
-                )
             plan_words += [flag, *values]
             continue
         if (other := flag_by_key.get(key, flag)) != flag:
@@ -138,16 +128,14 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
             raise ConfigError(f"--model {flags.model} and model.{naming_keys[0]} {value!r} both name a model")
         sections["model"] = replace(model, path=flags.model)
     elif not naming_keys:
-        if not flags.compare:
+        if flags.names_gpus and not flags.compare:
             raise ConfigError(
                 "which model? give --model FOLDER (its config.json is enough), or --model.preset NAME, such as qwen3-8b"
             )
         sections["model"] = replace(model, preset=DEFAULT_MODEL)
     ranks = flags.world or flags.slots * sections["parallel"].tp * sections["parallel"].pp
-    if ranks and (not flags.compare or flags.gpus > 1 or (flags.world and flags.slots)):
-        raise ConfigError(
-            "--gpus N is how many GPUs there are; a comparison may have --world N or --slots N in its place"
-        )
+    if ranks and (flags.gpus > 1 or (flags.world and flags.slots)):
+        raise ConfigError("--gpus N, --world N and --slots N each say how many GPUs there are; give one of them")
     flags = replace(flags, gpus=ranks or flags.gpus)
     config = RunConfig(**sections)
     try:

@@ -34,7 +34,14 @@ from longspan.resolve.facts import Facts
 
 # --gpu takes this word.
 ALL_GPUS = "all"
-OF_ONE_GPU = ("gpu_bytes", "tflops", "compare", "write")  # flags that a question about all does not take
+OF_ONE_GPU = (
+    "gpu_bytes",
+    "tflops",
+    "compare",
+    "write",
+    "show",
+    "plot",
+)  # flags that a question about all does not take
 
 
 @dataclass(frozen=True)
