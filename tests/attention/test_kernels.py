@@ -408,6 +408,7 @@ def test_the_sums_of_wide_heads_are_made_one_after_the_other(monkeypatch, size, 
     assert [entry[3:] for entry in recorder.launches if entry[0] == "key_gradients"] == passes
 
 
+@pytest.mark.timeout(600)  # five minutes beside other work
 def test_kernels_in_the_interpreter():
     run_interpreted("tests.attention.test_kernels")
 
@@ -446,7 +447,7 @@ def take_small_blocks(piece: int = 8):
 def interpreted():
     take_small_blocks()
     for cases, piece in ((CHOSEN, 8), (CHOSEN[-1:], 64)):  # a value's columns in pieces, and at once
-        errors = run_ranks(run_in_small_blocks, 2, 2, cases, piece)[0]
+        errors = run_ranks(run_in_small_blocks, 2, 2, cases, piece, timeout=500)[0]
         wrong = [str(case) for case, error in zip(cases, errors, strict=True) if not error <= 1]
         assert not wrong, "\n".join(wrong)
     for name, size, v_size, softcap in INTERPRETED:
