@@ -186,6 +186,7 @@ SETS: list[tuple[dict[str, object], str]] = [
 ]
 IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
+    ({"train.steps": -1}, r"train.steps is -1; it must be at least 1"),  # no number says that a key is not given
     (
         {"train.offload_weights": True, "context.mode": "free"},
         r"offload_weights is True, which needs context.mode 'auto'",

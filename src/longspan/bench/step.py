@@ -318,8 +318,8 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
     Raises ConfigError for a name that is neither one of PLANNERS nor dotted.
     """
     names = ", ".join(PLANNERS)
-    named = config.context.planner if flags.config else ""
-    default = tuple(PLANNERS) if named in ("", AUTO) else (named,)
+    named = config.context.planner if flags.config else AUTO
+    default = tuple(PLANNERS) if named in (NOT_GIVEN, AUTO) else (named,)
     planners = tuple(planner for planner in flags.planners or default if planner != "none")
     if any(planner not in PLANNERS and "." not in planner for planner in planners):
         raise ConfigError(

@@ -170,7 +170,8 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     `flags` are those of `argv`, which is read once more over the configuration of each run that is named. Raises
     ConfigError for flags that contradict each other or are keys of training, and for weights that are not there.
     """
-    check_flags_at_least(flags, max_document_tokens=NOT_GIVEN)
+    if flags.max_document_tokens != NOT_GIVEN:
+        check_flags_at_least(flags, max_document_tokens=0)
     if flags.split and not flags.data:
         raise ConfigError(f"--split is {flags.split!r} and there is no --data; what a run holds out has no splits")
     if flags.max_document_tokens == 1:

@@ -83,7 +83,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if not config.data.sources:
         config = _with_defaults(config, {"data.path": STDLIB})
     config = _with_partitions(config)
-    if config.context.planner in ("", AUTO) and (planner := config.context.planner_of_degrees):
+    if config.context.planner in (NOT_GIVEN, AUTO) and (planner := config.context.planner_of_degrees):
         config = config.with_keys("context", planner=planner)
     if config.evaluation.context_parallel_size == NOT_GIVEN and config.evaluation.planner_of_degrees == "dynamic":
         config = _with_defaults(config, {"evaluation.planner": "dynamic"})

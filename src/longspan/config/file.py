@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from longspan.config.defaults import resolve_defaults
-from longspan.config.keys import section_keys, with_key_values
+from longspan.config.keys import NOT_GIVEN, section_keys, with_key_values
 from longspan.config.other_names import key_of_other_name
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
@@ -73,6 +73,8 @@ def to_toml(config: RunConfig, chosen: RunConfig | None = None) -> str:
     for (title, keys), (_, values) in zip(_tables(config), _tables(chosen or config), strict=True):
         lines = [title]
         for key, value in keys.items():
+            if value is NOT_GIVEN:
+                continue
             comment = f"  # chosen: {_toml_text(values[key])}" if values[key] != value else ""
             lines.append(f"{key} = {_toml_text(value)}{comment}")
         texts.append("\n".join(lines) + "\n")

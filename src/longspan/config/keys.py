@@ -17,8 +17,8 @@ from longspan.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Any)
 AUTO = "auto"  # a value that the run chooses
-# A number whose default depends on other keys is this where it is not given; a word is "".
-NOT_GIVEN = -1
+# A key whose default depends on other keys is this until `resolve_defaults`; types of keys are those that it has then.
+NOT_GIVEN: Any = None
 FIRST = ("name", "path")  # keys that begin a table
 
 

@@ -28,7 +28,7 @@ Sizes = int | tuple[int, ...]
 class PlanSection(Section):
     """How documents are planned: by which planner, at which degree, under which limit of rows."""
 
-    planner: str = ""
+    planner: str = NOT_GIVEN
     """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document; auto:
     dynamic, or fixed at the best degree where that is predicted as fast; or a function of your own by its dotted name
     (docs/planning.md). Degrees that are given decide auto: fixed where context_parallel_size is given, dynamic where a
@@ -43,7 +43,7 @@ class PlanSection(Section):
     max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
     """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as its memory holds them (docs/memory.md).
     Default: auto; tiny presets: 1024, at degree 1 2048."""
-    cp_comm_type: Types = ""
+    cp_comm_type: Types = NOT_GIVEN
     """How they share it: p2p, all_gather, a2a, a2a+p2p, auto or the dotted name of your own (docs/attention.md); one,
     or one for each layer. Default: auto; hybrid models: chosen together with partition; tiny
     presets: p2p, hybrids the same."""
@@ -75,7 +75,7 @@ class ContextConfig(PlanSection):
     min_dynamic_context_parallel_size: PositiveInt = 1
     max_dynamic_context_parallel_size: NonNegativeInt = 0
     hierarchical_context_parallel_sizes: Sizes = 0
-    partition: Literal["", "auto", "zigzag", "contiguous"] = ""
+    partition: Literal["auto", "zigzag", "contiguous"] = NOT_GIVEN
     """How rows of a document are split, in evaluation too: zigzag (equal causal work), contiguous (one run a slot,
     faster under a2a), or auto: of hybrids what the cost chooses (docs/hybrid.md), otherwise zigzag. Default: auto; tiny
     presets: the same."""
@@ -142,7 +142,7 @@ class EvaluationPlan(PlanSection):
     SECTION: ClassVar[str] = "evaluation"
     INHERITED: ClassVar[tuple[str, ...]] = ("min_dynamic_context_parallel_size",)
 
-    planner: str = ""
+    planner: str = NOT_GIVEN
     """Planner of evaluation. Default: as in training, or fixed where context_parallel_size is given, dynamic where a
     largest degree is; tiny presets: fixed."""
     context_parallel_size: NumberOrAuto = NOT_GIVEN
@@ -154,7 +154,7 @@ class EvaluationPlan(PlanSection):
     max_tokens_per_slot: NumberOrAuto = NOT_GIVEN
     """As context.max_tokens_per_slot, in evaluation; auto: what training has. Default: as in training; tiny presets:
     2048."""
-    cp_comm_type: Types = ""
+    cp_comm_type: Types = NOT_GIVEN
     """As context.cp_comm_type, in evaluation. Default: as in training; the fastest, where context_parallel_size is
     auto; tiny presets: p2p, of hybrids as in training."""
     hierarchical_context_parallel_sizes: Sizes = NOT_GIVEN

@@ -175,7 +175,7 @@ class EncoderLayout(Section):
 class EncoderSection(EncoderLayout):
     """The tower and projector of a model from images and text to text, where data has images (docs/multimodal.md)."""
 
-    trainable: Literal["", "all", "projector", "none"] = ""
+    trainable: Literal["all", "projector", "none"] = NOT_GIVEN
     """What of it is trained: all (tower and projector), projector, or none. Default: all; with adapters (lora.rank):
     none."""
     lr: Annotated[NonNegativeFloat, Needs("encoder.trainable", ("all", "projector"))] = 0.0

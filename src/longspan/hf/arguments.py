@@ -42,7 +42,7 @@ class LongspanArguments:
     """
 
     planner: str = _argument("", "auto, fixed, dynamic or padded; empty: auto, or fixed with a degree")
-    context_parallel_size: int = _argument(
+    context_parallel_size: int | None = _argument(
         NOT_GIVEN, "ranks that share a document in training; 0: the fastest degree"
     )
     min_dynamic_context_parallel_size: int = _argument(1, "smallest degree of dynamic plans")
@@ -60,7 +60,7 @@ class LongspanArguments:
     mode: str = _argument("auto", "lockstep, free or auto: who waits in training")
     eval_planner: str = _argument("", "planner of evaluation; empty: as in training, or fixed with a degree")
     eval_context_parallel_size: str = _argument("", "ranks that share a document in evaluation; auto: the fastest")
-    eval_max_dynamic_context_parallel_size: int = _argument(
+    eval_max_dynamic_context_parallel_size: int | None = _argument(
         NOT_GIVEN, "largest degree of evaluation; as in training"
     )
     eval_max_tokens_per_slot: str = _argument("", "rows of a micro-batch on a slot in evaluation")
@@ -96,7 +96,7 @@ class LongspanArguments:
         for name in (key.name for key in fields(self)):
             value = getattr(self, name)
             # a key that was not given
-            if value in ("", []) or (value == NOT_GIVEN and name.endswith("context_parallel_size")):
+            if value in (NOT_GIVEN, "", []):
                 continue
             if isinstance(value, str) and re.fullmatch(
                 "-?[0-9]+", value
