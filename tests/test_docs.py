@@ -301,7 +301,7 @@ def main(rank):
         plan = plan_fixed([30, 8], world.home, cp=2)
         names = vars() | {"documents": [np.arange(30), np.arange(8)], "folder": "runs/mine"}
         exec(BLOCK, names)
-        assert names["memory"].measures == ("none", "none")
+        assert names["memory"].checkpoint_policies == ("none", "none")
         moments = sum(x.nbytes for state in names["optimizer"].state.values() for x in state.values() if x.ndim)
         assert 0 < moments // 2 <= names["optimizer"].host_bytes
 

@@ -68,14 +68,14 @@ class Measured:
             return _predict_layer(machine, self.kind, self.by)
         if "adapters" in self.by:
             by = self.by["adapters"]  # on one slot; the record has sums of rows and of their squares, not lengths
-            cost = machine.cost(_config(by["config"]), CostSettings(**by["cost"]))
+            cost = machine.cost(_config(by["config"]), _cost_settings(by["cost"]))
             work = float(cost.work_seconds(by["tokens"], by["squares"]))
             return work + by["micro_batches"] * cost.micro_batch_seconds + cost.update_seconds
         if "machine_cost" in self.by:
             cost = Cost.from_json(_values()["machine_costs"][self.by["machine_cost"]])
             return _plan(self.by, cost).predicted_seconds
         config = _config(self.by["config"])
-        plan = _plan(self.by, machine.cost(config, CostSettings(**self.by["cost"])))
+        plan = _plan(self.by, machine.cost(config, _cost_settings(self.by["cost"])))
         if "images" not in self.by:
             return plan.predicted_seconds
         images = [n for document in self.by["images"] for n in document]
@@ -100,12 +100,12 @@ class Peak:
 
     def moment(self) -> Bytes:
         """The planned bytes of the device, by their parts."""
-        measures = [word for word, layers in self.by["recomputed"] for _ in range(layers)]
+        policies = [word for word, layers in self.by["recomputed"] for _ in range(layers)]
         home = Layout(**self.by["layout"])
         settings = MemorySettings(**self.by["memory"], keys_are_repeated=True)  # by transformers 5.17
         config = _config(self.by["config"])
         plan = _plan(self.by, Cost())
-        return MemoryNeeds.of(config, home, plan, settings, machine=Machine.known("H200")).under(measures).device
+        return MemoryNeeds.of(config, home, plan, settings, machine=Machine.known("H200")).under(policies).device
 
 
 def measured_rows() -> list[Measured]:
@@ -114,6 +114,14 @@ def measured_rows() -> list[Measured]:
 
 def measured_peaks() -> list[Peak]:
     return [Peak(**row) for row in _values()["peaks"]]
+
+
+def _cost_settings(values: dict[str, Any]) -> CostSettings:
+    """The settings of a row: its layers recompute alike, all of them or as many as it says."""
+    form = dict(values)
+    word, layers = form.pop("recomputation", "none"), form.pop("recomputed_layers", 0)
+    trains_all = not form.pop("frozen", False)
+    return CostSettings(checkpoint_policies=(word,) * layers or word, trains_all=trains_all, **form)
 
 
 def _config(name: str) -> Any:

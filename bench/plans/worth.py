@@ -129,8 +129,8 @@ def cost_of(heads: str, gbps: float, weights: str, slots: int, node_size: int = 
         shards=slots // copies,
         dp_replicate=copies,
         ep=8 if "ep" in weights else 1,
-        gathered_once="once" in weights,
-        summed_once="summed" in weights,
+        reshard_after_forward="once" not in weights,
+        sync_each_batch="summed" not in weights,
         free=weights == "free",
     )
     return machine.cost(model, settings)

@@ -154,7 +154,7 @@ def _measure_way(
     }
     if training.memory is not None:
         memory = training.memory.to_json()
-        row |= {"measures": memory["measures"], "planned_bytes": memory["device"]["total"]}
+        row |= {"checkpoint_policies": memory["checkpoint_policies"], "planned_bytes": memory["device"]["total"]}
     if is_shared:
         if families.separate < families.count:
             sums = token_log_probs(training.model, plan, documents, world).sums[: families.separate]

@@ -73,7 +73,7 @@ def run_steps(config: RunConfig, configuration: Any, rows: int, chosen: Any, wor
                 row["loss"] = training.take_step(plan, documents, step).loss
         row["seconds"] = time.perf_counter() - started
     local_rows = rows // world.home.slots
-    stay = gpu and chosen is not None and chosen.gathered_once  # on CPUs what FSDP2 gathers is not counted
+    stay = gpu and chosen is not None and not chosen.reshard_after_forward  # on CPUs what FSDP2 gathers is not counted
     row["weight_bytes"] = gathered_bytes(config, model, world) if stay else 0
     row["bytes_a_row"] = [
         round((after - before - row["weight_bytes"]) / local_rows) for before, after in itertools.pairwise(alive)

@@ -77,7 +77,9 @@ def test_the_steps_of_a_run_by_its_plan_of_memory(tmp_path: Path, capfd: pytest.
     (row,) = record["rows"]
     assert row["name"] == "longspan dynamic" and record["cost"]["closing_seconds"] > 0  # of free mode
     assert record["tokens"] == 96 and record["configuration"]["optimizer"]["class"] == "sgd"
-    assert record["memory"]["measures"] == ["none", "none"] and 0 < record["memory"]["device"]["total"] < 10**8
+    assert (
+        record["memory"]["checkpoint_policies"] == ["none", "none"] and 0 < record["memory"]["device"]["total"] < 10**8
+    )
     assert "memory: 2 of 2 layers keep all" in record_text(record)
     assert "recomputation auto" in record_text(record) and "| planned |" in record_text(record)
 

@@ -86,7 +86,18 @@ def check_keys(answer: dict[str, Any], model: str, ranks: int) -> None:
 
 def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     answer = ask(["--model", model, *TWO, "--longest"], capsys)
-    names = ["device", "host", "measures", "longest", "fits", "keys", "largest", "steps", "step_seconds", "hours"]
+    names = [
+        "device",
+        "host",
+        "checkpoint_policies",
+        "longest",
+        "fits",
+        "keys",
+        "largest",
+        "steps",
+        "step_seconds",
+        "hours",
+    ]
     assert [*answer][: len(names)] == names
     for place in ("device", "host"):
         assert [*answer[place]] == NAMES and all(isinstance(size, int) for size in answer[place].values())
@@ -94,7 +105,12 @@ def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytes
     assert all(answer["largest"][name] >= answer["device"][name] for name in NAMES[:-1])
     assert answer["host"]["gradients"] == answer["host"]["weights"]
     assert (answer["largest"]["gradients"] == 0) is (answer["host"]["gradients"] > 0)
-    assert len(answer["measures"]) == 4 and answer["fits"] and answer["steps"] is None and answer["step_seconds"] > 0
+    assert (
+        len(answer["checkpoint_policies"]) == 4
+        and answer["fits"]
+        and answer["steps"] is None
+        and answer["step_seconds"] > 0
+    )
     assert answer["tokens_per_second_per_gpu"] > 0
     check_keys(answer, model, 2)
     assert answer["keys"]["model.rope_scaling"] == "yarn" and answer["longest"] > 16384
@@ -132,7 +148,7 @@ def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: p
 def test_keys_by_hand_win(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", model, *TWO, "--same", "1x32768", "--cp", "2"]
     host = ask([*words, "--train.offload_optimizer_states", "--train.activation_checkpointing", "full"], capsys)
-    assert {word.partition("+")[0] for word in host["measures"]} == {"full"}
+    assert {word.partition("+")[0] for word in host["checkpoint_policies"]} == {"full"}
     assert host["host"]["states"] >= host["device"]["states"] > 0  # of which an update has two buckets
     assert host["keys"]["train.offload_optimizer_states"] is True
     assert host["keys"]["train.activation_checkpointing"] == "full"

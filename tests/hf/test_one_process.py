@@ -162,4 +162,4 @@ def test_layers_are_compiled_as_in_a_run_and_keys_of_memory_hold_without_a_plan(
     arguments = TrainingArguments(use_cpu=True, **{RECOMPUTES: True})
     trainer = SimpleNamespace(_stock_arguments=arguments, longspan=SimpleNamespace(config=lambda: config))
     chosen = options_of_prepare(trainer, model_of(), None, training=True)
-    assert (chosen.activation_checkpointing, chosen.mlp_tile_tokens) == ("full", 64)
+    assert (chosen.checkpoint_policies, chosen.mlp_tile_tokens) == ("full", 64)

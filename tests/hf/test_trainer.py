@@ -147,7 +147,7 @@ def halved_loss(run: Run) -> Any:
 def with_measures(run: Run, trainer: Any) -> Any:
     trainer.train()
     plan = getattr(trainer, "memory_plan", None)
-    run.kept["measures"] = None if plan is None else plan.measures
+    run.kept["checkpoint_policies"] = None if plan is None else plan.checkpoint_policies
     return trainer
 
 
@@ -462,7 +462,7 @@ def test_equals_one_process() -> None:
     check_each(expected(), found, **EXACT)
     check_train(found["train"])
     check_metrics(found["with_metrics"])
-    measures = {name: found[name].kept["measures"] for name in ("halved_loss", "stopped", "own_loader")}
+    measures = {name: found[name].kept["checkpoint_policies"] for name in ("halved_loss", "stopped", "own_loader")}
     assert measures == {"halved_loss": None, "stopped": ("selective", "selective"), "own_loader": ("none",)}
     assert found["stopped"].kept["calls"] == {"backward": 2, "forward": 0}, "the cross entropy takes one pass"
     of_stock, logged = expected()["train"].kept, found["train"].kept["evaluated"]

@@ -173,6 +173,7 @@ def _others(rank: int, folder: Path) -> None:
             (FalconForCausalLM(falcon), {}, r"transformer.h.0.self_attention, .*\(FalconAttention\) bypasses"),
             (tiny("qwen3"), in_copies, "needs shard_parameters=True"),
             (mixed, {}, MIXED),
+            (tiny("qwen3"), {"mtp_layers": 1}, "mtp_layers is no option of prepare; use longspan.add_mtp"),
         ):
             with pytest.raises(ModelError, match=message):
                 prepare(model, world, **options)

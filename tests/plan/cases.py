@@ -19,7 +19,7 @@ HYBRID |= {"layer_types": [*["linear_attention"] * 3, "full_attention"]}
 
 
 def flops_cost(config: Any, tflops: float, attention_tflops: float | None = None, depths: int = 0) -> Cost:
-    shape = ModelShape.of(config, depths=depths)
+    shape = ModelShape.of(config, mtp_layers=depths)
     rates: dict[str, Any] = {"tflops": tflops, "attention_tflops": attention_tflops or tflops, "bytes_per_value": 2}
     states = StateCost.from_shape(shape, scan_tflops=tflops, summary_tflops=tflops, step_latency=10e-6)
     return Cost(**constants_of_shape(shape, states, step_latency=10e-6, **rates))

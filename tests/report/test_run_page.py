@@ -20,7 +20,7 @@ GIB = 1 << 30
 KINDS = ("weights", "gradients", "states", "gathered", "kept", "work", "logits", "communicators", "total")
 DEVICE = dict.fromkeys(KINDS, 0) | {"weights": 4 * GIB, "kept": 40 * GIB, "communicators": GIB, "total": 53 * GIB}
 HOST = {"kept": 3 * GIB, "total": 3 * GIB}
-MEMORY = {"measures": ["selective+host"] * 2 + ["none"] * 3, "device": DEVICE, "host": HOST}
+MEMORY = {"checkpoint_policies": ["selective+host"] * 2 + ["none"] * 3, "device": DEVICE, "host": HOST}
 
 
 def write_json(file: Path, value: Any) -> None:
@@ -61,7 +61,7 @@ def test_long_runs_stay_small_and_spikes_survive(tmp_path: Path) -> None:
     assert (run / "report.html").stat().st_size < 500_000
 
 
-NO_MEMORY = ({}, {"device": {}}, {"device": {"total": "much"}, "measures": 3})
+NO_MEMORY = ({}, {"device": {}}, {"device": {"total": "much"}, "checkpoint_policies": 3})
 SHARES = {"tflops": 420.0, "mfu": 0.4247, "bound_share": 0.88, "predicted_seconds": 0.3}
 ENCODER = {"encoder_share": 0.2, "predicted_encoder_share": 0.21}
 SESSION = {"date": "2026-01-01 10:00", "command": "longspan train x.toml"}

@@ -169,17 +169,19 @@ def choose(case: Case) -> dict[str, Any]:
         "rows": context.max_tokens_per_slot,
         "mode": context.mode,
         "partition": context.partition,
-        "measures": measures_text(memory),
+        "checkpoint_policies": policies_text(memory),
         "device": memory.device.total,
         "host": memory.host.total,
         "seconds": float(f"{way.step_seconds(plans, memory):.6g}"),
     }
 
 
-def measures_text(memory: Any) -> str:
+def policies_text(memory: Any) -> str:
     """What layers keep, how often, and what else a plan of memory chose."""
-    words = [f"{count} {word}" for word, count in Counter(memory.measures).items()]
-    names = ("gathered_once", "summed_once", "offload_optimizer_states", "mlp_tile_tokens", "segment_layers")
+    words = [f"{count} {word}" for word, count in Counter(memory.checkpoint_policies).items()]
+    words += [] if memory.reshard_after_forward else ["gathered once"]
+    words += [] if memory.sync_each_batch else ["summed once"]
+    names = ("offload_optimizer_states", "mlp_tile_tokens", "segment_layers")
     return ", ".join([*words, *(name for name in names if getattr(memory, name))])
 
 

@@ -15,6 +15,7 @@ from transformers import GPT2Config
 from longspan.cli.train import train_rank as train_by_command
 from longspan.comm import World
 from longspan.config.file import load_config
+from longspan.config.memory_keys import fixed_memory_keys
 from longspan.config.sections import OptimizerSection, RunConfig
 from longspan.errors import CommError, ConfigError, PlanError
 from longspan.layout import Layout
@@ -25,7 +26,7 @@ from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import FILE, SlotRows, halve_kept_rows, keys_that_decide_rows, resolve_with_kept_rows
 from longspan.resolve.planner_config import home_of
 from longspan.resolve.resolved import resolve
-from longspan.resolve.run_cost import fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.run_cost import memory_settings_of_run
 from longspan.resolve.ways import UNIT, Fit, Way, find_longest, rank_ways, set_usual_mode
 from longspan.run import loop, warm_up
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
@@ -63,21 +64,28 @@ class Mine(AdamW):
 
 
 def test_keys_by_hand_are_not_chosen() -> None:
-    names = ("offload", "gathered_once", "summed_once", "offload_optimizer_states", "offload_weights")
-    off = dict.fromkeys(names, False)
+    on_host = ("offload_optimizer_states", "offload_weights")
+    off: dict[str, Any] = dict.fromkeys(("offload_activations", *on_host), False)
+    off |= {"reshard_after_forward": True, "sync_each_batch": True}
     cases: list[tuple[dict[str, object], FixedMemory]] = [
         ({}, FixedMemory()),
-        ({"train.activation_checkpointing": "selective"}, FixedMemory(measure="selective")),
-        ({"train.activation_checkpointing": "none"}, FixedMemory(measure="none")),
-        ({"train.activation_checkpointing": True}, FixedMemory(measure="full")),
-        ({"train.activation_checkpointing": "full+host"}, FixedMemory(measure="full", offload=True)),
-        ({"parallel.reshard_after_forward": False}, FixedMemory(gathered_once=True)),
+        ({"train.activation_checkpointing": "selective"}, FixedMemory(activation_checkpointing="selective")),
+        ({"train.activation_checkpointing": "none"}, FixedMemory(activation_checkpointing="none")),
+        ({"train.activation_checkpointing": True}, FixedMemory(activation_checkpointing="full")),
+        (
+            {"train.activation_checkpointing": "full+host"},
+            FixedMemory(activation_checkpointing="full", offload_activations=True),
+        ),
+        ({"parallel.reshard_after_forward": False}, FixedMemory(reshard_after_forward=False)),
         ({"train.offload_optimizer_states": True}, FixedMemory(offload_optimizer_states=True)),
         ({"train.offload_weights": True}, FixedMemory(offload_weights=True)),
         ({"optimizer.class": "torch.optim.NAdam"}, FixedMemory(offload_optimizer_states=False)),
-        ({"optimizer.class": "torch.optim.Adafactor"}, FixedMemory(**dict.fromkeys(names[3:], False))),
-        ({"optimizer.class": "tests.resolve.test_memory.Mine"}, FixedMemory(**dict.fromkeys(names[3:], False))),
-        ({"train.plan_memory": False}, FixedMemory(measure="none", mlp_tile_tokens=0, segment_layers=0, **off)),
+        ({"optimizer.class": "torch.optim.Adafactor"}, FixedMemory(**dict.fromkeys(on_host, False))),
+        ({"optimizer.class": "tests.resolve.test_memory.Mine"}, FixedMemory(**dict.fromkeys(on_host, False))),
+        (
+            {"train.plan_memory": False},
+            FixedMemory(activation_checkpointing="none", mlp_tile_tokens=0, segment_layers=0, **off),
+        ),
     ]
     for keys, fixed in cases:
         assert fixed_memory_keys(load_config(None, keys)) == fixed, keys
@@ -95,7 +103,7 @@ def test_settings_follow_the_keys() -> None:
     assert not usual.muon and memory_settings_of_run(config_of(optimizer__class="muon")).muon
     keys = {"train__float8": "rowwise", "lora__rank": 8, "context__mode": "free", "mtp__num_layers": 1}
     other = memory_settings_of_run(config_of(model__dtype="bfloat16", **keys), gpu=True)
-    assert (other.parameter_bytes, other.lora_rank, other.depths) == (2, 8, 1)
+    assert (other.parameter_bytes, other.lora_rank, other.mtp_layers) == (2, 8, 1)
     assert other.free and other.float8 and not usual.float8
     # scans go by torch in float32, and on a GPU whose machine has no flash-linear-attention
     assert usual.scan_kernels and way_of(config_of()).memory_settings.scan_kernels
@@ -157,7 +165,7 @@ def test_rows_auto_are_those_whose_steps_are_fastest(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("longspan.resolve.facts.TIMED_STEPS", 2)
     few, many = (fit_in(way_of(config_of(**AUTO, context__planner="dynamic")), gib * GIB) for gib in (100, 200))
     assert rows_of(many) == many.way.limits_of_rows()[-1] > rows_of(few)
-    assert set(memory_of(many).measures) == {"none"}
+    assert set(memory_of(many).checkpoint_policies) == {"none"}
     keys = {"train__activation_checkpointing": "none", "context__planner": "dynamic"}
     by_hand = way_of(config_of(**AUTO, **keys), layers=4)  # all activations are kept: rows alone may give way
     with pytest.raises(PlanError, match="does not fit") as refusal:

@@ -76,7 +76,11 @@ def run_in(folder: Path, change: Callable[[Any], Any]) -> Path:
     buckets = [[0, 127, 3.5, 100, 2], [128, 255, 3.0, 158, 1]]
     rows += [rows[-1] | {"by_position": buckets, "by_length": buckets, "eval_own": 2.0} for n in (1, 60)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
-    memory = {"measures": ["full", "own"], "device": {"total": 9e9, "weights": 5e9, "kept": 1e9, "own": 3}, "host": {}}
+    memory = {
+        "checkpoint_policies": ["full", "own"],
+        "device": {"total": 9e9, "weights": 5e9, "kept": 1e9, "own": 3},
+        "host": {},
+    }
     (path / "run.json").write_text(json.dumps(change(FACTS | {"memory": memory, "mtp": "m", "rows": "r"})))
     summary = json.loads((path / "summary.json").read_text()) | {"stopped": "s", "step": 1, "steps": 2}
     (path / "summary.json").write_text(json.dumps(change(summary)))

@@ -48,7 +48,8 @@ from longspan.model.execution import model_execution
 from longspan.model.layers import vocabulary_size
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan import Cost, Plan
-from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
+from longspan.plan.form import Form
+from longspan.plan.memory.memory_plan import once_a_step_text, policies_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops, read_experts
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import with_kept_rows
@@ -563,10 +564,10 @@ def record_text(record: dict[str, Any]) -> str:
     lines = list[str]()
     planned_memory = ""
     if memory := record.get("memory"):
-        gathered = once_a_step_text(memory["gathered_once"], memory["summed_once"])
+        gathered = once_a_step_text(Form.from_values(memory))
         host_bytes = memory["host"]["total"]
         host = f"; {bytes_text(host_bytes)} on the host" if host_bytes else ""
-        lines.append(f"memory: {measures_text(memory['measures'])}{gathered}{host}.")
+        lines.append(f"memory: {policies_text(memory['checkpoint_policies'])}{gathered}{host}.")
         planned_memory = bytes_text(memory["device"]["total"] - memory["device"]["communicators"])
     for row in record["rows"]:
         if "missing" in row:

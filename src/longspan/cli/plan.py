@@ -28,7 +28,7 @@ class PlanFlags(GpuFlags):
     document (--longest), a step (--same 1x262144) or a run (--data).
 
     A config.json is enough; every key of longspan train may stand behind it. Planner, degree, rows of a slot and
-    measures are chosen where they are not given. Without --gpu the GPUs are H200s, and the model is Qwen3-8B.
+    memory are chosen where they are not given. Without --gpu the GPUs are H200s, and the model is Qwen3-8B.
 
     With --show, the plan of the step stands below: which slots work together on which documents, micro-batch by
     micro-batch. With --compare, every planner and degree is a row of the table; --which-eval-degree says at which

@@ -62,7 +62,7 @@ class TrainFlags(RunConfig):
     show: int = 0
     """Train nothing: print the first so many rows of each source as tokens, with the targets marked."""
     dry_run: bool = False
-    """Train nothing: print what the run would hold on each GPU, with which measures, its steps and hours."""
+    """Train nothing: print what the run would hold on each GPU, with which plan of memory, its steps and hours."""
 
 
 def _file_sections(flag_names: Collection[str], words: Sequence[str]) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from longspan.config.keys import AUTO
+from longspan.config.memory_keys import form_of_config
 from longspan.config.sections import LoraSection, OptimizerSection, RunConfig
 from longspan.hf.refusals import ONE_PASS_OPTIMIZERS, PAGED, optimizer_name
 from longspan.model.adapted_modules import unwrap_peft_model
@@ -19,7 +20,6 @@ from longspan.plan import MemoryPlan
 from longspan.resolve.resolved import Resolved, set_usual_mode
 from longspan.resolve.run_cost import find_run_cost
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
-from longspan.train.run_model.prepare import options_of_memory_plan
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
 CLASS_OF_OPTIM = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
@@ -77,22 +77,19 @@ def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, t
     config = trainer.longspan.config()
     computes_in = torch.bfloat16 if args.mixed_precision == "bf16" else None  # of `accelerate launch` too
     options = PrepareOptions(
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        sync_each_batch=config.parallel.sync_each_batch,
-        sequence_parallel=config.parallel.sequence_parallel,
+        offload_bytes=memory.host.kept if memory and training else 0,
         attention_kernel=config.context.attention_kernel or None,
         compute_dtype=None if unwrap_peft_model(model).dtype == computes_in else computes_in,
     )
+    form = form_of_config(config)
     if not training:
-        return options
-    by_arguments = replace(
-        config.train, activation_checkpointing="full" if asks_for_recomputation(args) else "none"
-    )
-    measures = options_of_memory_plan(replace(config, train=by_arguments), memory, training=True)
-    frozen = config.model.frozen
+        return options.with_form(replace(form.for_prepare(training=False), compiled="none", frozen="whole"))
+    frozen = form.frozen
     if frozen == AUTO:
         frozen = "stored" if holds_codes(model) else "whole"
-    return replace(options, compiled=config.train.compile, frozen=frozen, **measures)
+    by_arguments = replace(form, checkpoint_policies="full" if asks_for_recomputation(args) else None)
+    form = (memory or by_arguments).for_prepare(training=True)
+    return options.with_form(replace(form, frozen=frozen))
 
 
 def _config_with_arguments(trainer: Any) -> RunConfig:

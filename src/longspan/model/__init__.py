@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from longspan.model.multimodal.multimodal_model import Encoder as Encoder, MultimodalModel as MultimodalModel
     from longspan.model.multimodal.prepare_encoder import prepare_encoder as prepare_encoder
     from longspan.model.multimodal.take_apart import EncoderHome as EncoderHome
+    from longspan.model.options import PrepareOptions as PrepareOptions
     from longspan.model.prepared import prepare as prepare
     from longspan.model.presets import PRESETS as PRESETS, preset_config as preset_config
     from longspan.model.saving.stock_folders import save_model as save_model

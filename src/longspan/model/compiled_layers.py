@@ -27,7 +27,8 @@ from longspan.model.kinds import class_forward, find_mixers
 from longspan.model.layers import architecture_name, layers_and_mtp_blocks
 from longspan.model.marks import IS_COMPILED
 from longspan.model.seams.norms import restore_class_norms
-from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
+from longspan.plan.cost.machine import resolve_compiled_parts
+from longspan.plan.form import Compiled
 
 BACKEND = "inductor"
 RECOMPILES = 64  # kinds of layers that share a class, in training and in evaluation

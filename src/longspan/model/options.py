@@ -1,7 +1,6 @@
 """How a model is brought under a home: the keywords of `prepare`, and what FSDP2 does with its parameters."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.plan.form import Form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,28 +65,18 @@ def _dtype_bits(dtype: torch.dtype) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
-    """How a model is brought under a home; `prepare` takes each as a keyword and explains it."""
+class PrepareOptions(Form):
+    """How a model is brought under a home, a form and more; `prepare` takes each as a keyword and explains it."""
 
     shard_parameters: bool = True
-    reshard_after_forward: bool = True
-    sync_each_batch: bool = True
-    offload_weights: bool = False
     activation_checkpointing: bool | str = False
     offload_activations: bool = False
-    checkpoint_policies: str | Sequence[str] | None = None
     offload_bytes: int = 0
-    mlp_tile_tokens: int = 0
-    segment_layers: int = 0
     compute_dtype: torch.dtype | None = None
     attention_kernel: str | None = None
     fused_norms: Literal["auto", "on", "off"] = "auto"
-    float8: Literal["", "rowwise"] = ""
-    frozen: Literal["whole", "nf4", "stored"] = "whole"
-    compiled: Literal["auto", "layers", "none"] = "none"
     virtual_stages: int = 1
     pipeline_schedule: str = "1f1b"
-    sequence_parallel: bool = False
 
     def sharding(self, world: World) -> Sharding:
         """Decide how FSDP2 treats parameters under the world's home; ModelError for options that exclude each other."""

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
+from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.adapted_modules import adapter_dropout, is_peft_module, unwrap_peft_model
 from longspan.model.exactness.check_model import check_model
@@ -46,6 +47,13 @@ if TYPE_CHECKING:
     from longspan.model.multimodal.multimodal_model import MultimodalModel
     from longspan.model.multimodal.take_apart import EncoderHome
     from longspan.model.pipeline.pipeline import PipelineModel
+
+
+# fields of a form that a model does not show: who does them
+_DONE_ELSEWHERE = {
+    "offload_optimizer_states": "longspan.train.offload_optimizer_states(optimizer, world)",
+    "mtp_layers": "longspan.add_mtp(model, depths=…) before it",
+}
 
 
 @overload
@@ -121,6 +129,8 @@ def prepare(
 
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
+    for name in changes.keys() & _DONE_ELSEWHERE.keys():
+        raise ModelError(f"{name} is no option of prepare; use {_DONE_ELSEWHERE[name]}")
     options = replace(options or PrepareOptions(), **changes)
     if encoder is None:
         return prepare_language_model(model, world, options)

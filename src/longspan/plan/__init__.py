@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from longspan.plan.cost.machine import CostSettings as CostSettings, Machine as Machine
     from longspan.plan.cost.type_prices import AttentionCall as AttentionCall, TypePrice as TypePrice
     from longspan.plan.dynamic.planner import plan_dynamic as plan_dynamic
+    from longspan.plan.form import (
+        CHECKPOINT_POLICIES as CHECKPOINT_POLICIES,
+        FixedMemory as FixedMemory,
+        Form as Form,
+    )
     from longspan.plan.items.encoder_shape import EncoderShape as EncoderShape
     from longspan.plan.memory.memory_choice import choose_memory as choose_memory
     from longspan.plan.memory.memory_plan import MemoryNeeds as MemoryNeeds, MemoryPlan as MemoryPlan
     from longspan.plan.memory.settings import (
-        CHECKPOINT_POLICIES as CHECKPOINT_POLICIES,
         Bytes as Bytes,
-        FixedMemory as FixedMemory,
         MemoryBudget as MemoryBudget,
         MemorySettings as MemorySettings,
     )

@@ -12,7 +12,7 @@ from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.evaluation.result import SAME, largest_difference
 from longspan.files import name_file_in_errors, os_error_text, write_atomically
 from longspan.plain_text import LogLine, bytes_text, number_text, seconds_text
-from longspan.plan.memory.memory_plan import measures_text
+from longspan.plan.memory.memory_plan import policies_text
 from longspan.report.evaluation_page import (
     NATS,
     completion_sections,
@@ -336,8 +336,8 @@ def memory_sections(run: RunFolder) -> Iterator[Part]:
     peak, planned = measured_and_planned_peaks(run)
     if not device.get("total") or run.facts is None:
         return
-    measures = run.facts.memory.get("measures")
-    words = f"{measures_text(measures if isinstance(measures, list) else ())}."
+    policies = run.facts.memory.get("checkpoint_policies")
+    words = f"{policies_text(policies if isinstance(policies, list) else ())}."
     if peak and not device.get("communicators"):  # a plan for CPUs has none
         words += " On CPUs the measured peak is the whole process's, with Python and its libraries."
     used = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.config.keys import AUTO
+from longspan.config.memory_keys import MEMORY_KEYS
 from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError
 from longspan.files import read_json, write_atomically
@@ -23,10 +24,7 @@ _SECTIONS = ("model", "parallel", "context", "lora", "mtp", "encoder")
 _KEYS = {
     "data": ("tokenizer", "vocab_size"),
     "optimizer": ("class", "arguments", "stochastic_rounding"),
-    "train": (
-        *("activation_checkpointing", "plan_memory", "offload_optimizer_states"),
-        *("offload_weights", "mlp_tile_tokens", "float8", "device_memory_limit"),
-    ),
+    "train": ("float8", *(key.removeprefix("train.") for key in MEMORY_KEYS if key.startswith("train."))),
 }
 
 

@@ -1,5 +1,5 @@
-"""What a run's plans are priced by, its machine and the cost of its model there under its keys; and what its keys say
-of memory: the settings of its plan of memory, and the measures that the plan must keep.
+"""What a run's plans are priced by, its machine and the cost of its model there under its keys; and the settings of its
+plan of memory.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from typing import Any
 from longspan.config.defaults import encoder_default
 from longspan.config.dtypes import DTYPE_BYTES, compute_dtype_name
 from longspan.config.keys import AUTO
-from longspan.config.memory_keys import ON_HOST, chooses_measures, given_checkpointing
+from longspan.config.memory_keys import form_of_config
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError, plural
-from longspan.plan import Cost, FixedMemory, MemoryPlan, MemorySettings
+from longspan.plan import Cost, MemoryPlan, MemorySettings
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, read_machine
-from longspan.plan.memory.settings import UPDATES_PARTS, known_state_numbers
+from longspan.plan.memory.settings import known_state_numbers
 from longspan.plan.shape.model_shape import QWEN3_8B
 
 KEY = "run.machine"
@@ -76,28 +76,22 @@ def find_run_cost(
     model whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log. Without `run.machine`
     a number counts two bytes, those of bfloat16, whatever the run computes in.
     """
-    train = config.train
     parallel = config.parallel
     compute_dtype = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
     settings = CostSettings(
-        recomputation=given_checkpointing(train) or "none",
-        frozen=config.lora.rank > 0,
-        frozen_weights=config.model.frozen if config.lora.rank else "whole",
-        depths=config.mtp.num_layers,
+        trains_all=not config.lora.rank,
         bytes_per_number=DTYPE_BYTES[compute_dtype] if config.run.machine else 2,
         shards=slots // parallel.dp_replicate,
         free=config.context.mode == "free",
         ep=parallel.ep,
         weight_ranks=parallel.tp,  # ranks that share a slot's weights; plans divide a slot's cost by them later
         dp_replicate=parallel.dp_replicate,
-        gathered_once=not parallel.reshard_after_forward,
-        summed_once=not parallel.sync_each_batch,
         target_share=target_share,
-        float8=bool(train.float8),
-        compiled=train.compile if gpu else "none",
     )
+    settings = memory.cost_settings(settings) if memory else settings.with_form(form_of_config(config))
+    if not gpu:
+        settings = replace(settings, compiled="none")
     try:
-        settings = memory.cost_settings(settings) if memory else settings
         return (machine or run_machine(config, gpu=gpu)).cost(model_config, settings)
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}")
@@ -117,8 +111,6 @@ def memory_settings_of_run(
     >>> memory_settings_of_run(RunConfig().with_keys("model", dtype="float32")).state_numbers
     2.0
     """
-    train = config.train
-    parallel = config.parallel
     computed = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
     optimizer = config.optimizer
     parameter_bytes = DTYPE_BYTES[config.model.dtype]
@@ -132,46 +124,15 @@ def memory_settings_of_run(
         compute_bytes=DTYPE_BYTES[computed],
         state_numbers=state_numbers,
         muon=optimizer.class_ == "muon",
-        frozen_names=train.freeze,
+        frozen_names=config.train.freeze,
         lora_rank=config.lora.rank,
         lora_targets=config.lora.target_modules,
         adapter_bytes=adapter_bytes,
-        frozen_weights=config.model.frozen,
-        depths=config.mtp.num_layers,
-        gathered_once=not parallel.reshard_after_forward,
-        summed_once=not parallel.sync_each_batch,
-        offload_optimizer_states=train.offload_optimizer_states,
-        offload_weights=train.offload_weights,
-        mlp_tile_tokens=train.mlp_tile_tokens,
-        float8=bool(train.float8),
-        compiled=train.compile,
-        vpp=parallel.vpp,
+        vpp=config.parallel.vpp,
         free=config.context.mode == "free",
-        sequence_parallel=parallel.sequence_parallel,
         gpu=gpu,
         scan_kernels=computed == "bfloat16",
         encoder_rows=encoder_rows,
         encoder_recomputed=config.encoder.max_tokens > 0,
         encoder_trained=config.encoder.trainable or encoder_default(config),
-    )
-
-
-def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
-    """Read the keys of memory that are given by hand; None is what the plan of memory may choose."""
-    train = config.train
-    by_hand = not chooses_measures(train, gpu=gpu)
-    off = False if by_hand else None  # what a key becomes that is not set: off, or left to the plan
-    # A class of another package may update the parts of a parameter together; adapters stay on the device.
-    name = config.optimizer.class_
-    updates_parts = name in UPDATES_PARTS and not config.optimizer.moments
-    can_offload = updates_parts and name in ("adamw", "sgd")
-    return FixedMemory(
-        measure=given_checkpointing(train) or ("none" if by_hand else None),
-        offload=train.activation_checkpointing.endswith(ON_HOST) or off,
-        gathered_once=not config.parallel.reshard_after_forward or off,
-        summed_once=not config.parallel.sync_each_batch or off,
-        offload_optimizer_states=train.offload_optimizer_states or (off if can_offload else False),
-        offload_weights=train.offload_weights or (off if updates_parts or config.lora.rank else False),
-        segment_layers=0 if by_hand else None,
-        mlp_tile_tokens=train.mlp_tile_tokens or (0 if by_hand else None),
-    )
+    ).with_form(form_of_config(config))

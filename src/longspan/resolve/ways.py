@@ -17,6 +17,7 @@ from statistics import mean
 from typing import Any
 
 from longspan.config.keys import AUTO
+from longspan.config.memory_keys import fixed_memory_keys
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig
 from longspan.errors import LayoutError, LongspanError, PlanError
@@ -36,7 +37,7 @@ from longspan.plan.memory.memory_choice import any_choice_fits, choose_fastest_m
 from longspan.resolve.evaluation import options_at_degree
 from longspan.resolve.facts import Facts
 from longspan.resolve.planner_config import PlannerConfig, home_of
-from longspan.resolve.run_cost import find_run_cost, fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.run_cost import find_run_cost, memory_settings_of_run
 
 UNIT = 1024  # rows of a slot, by which the most rows are above the mean
 MOST_ROWS = 1 << 26  # of a slot, which no GPU holds

@@ -10,7 +10,7 @@ import torch
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.memory_keys import check_gpu_memory_limit, chooses_measures
+from longspan.config.memory_keys import check_gpu_memory_limit, chooses_memory
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError
 from longspan.host import free_host_bytes
@@ -45,7 +45,7 @@ def gather_facts(
     if more.get("done", 0) < steps:
         if gpu:
             check_gpu_memory_limit(train)
-        if chooses_measures(train, gpu=gpu) or config.context.max_tokens_per_slot == AUTO:
+        if chooses_memory(train, gpu=gpu) or config.context.max_tokens_per_slot == AUTO:
             host = int(HOST_SHARE * (free_host_bytes() or 0) / world.ranks_of_host)  # 0: not known
             device = train.device_memory_limit or host or sys.maxsize
             if gpu and not train.device_memory_limit:
@@ -94,7 +94,7 @@ def resolve_on_ranks(
     resolved = run_on_first_rank(world, decide_on_first_rank, ConfigError)
     for note in resolved.reasons.notes:
         log(note)
-    if resolved.memory is not None and facts.budget and chooses_measures(config.train, gpu=facts.gpu):
+    if resolved.memory is not None and facts.budget and chooses_memory(config.train, gpu=facts.gpu):
         log(resolved.memory.summary_line(facts.budget))
     if resolved.rows_line:
         log(resolved.rows_line)

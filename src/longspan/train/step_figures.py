@@ -84,7 +84,7 @@ def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: C
     encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None
     trained: Trained = "all"
     try:
-        shape = ModelShape.of(model.config, depths=config.mtp.num_layers)
+        shape = ModelShape.of(model.config, mtp_layers=config.mtp.num_layers)
         if encoder is not None:
             from longspan.model.multimodal.image_modules import find_trained_part
             from longspan.plan.items.encoder_shape import EncoderShape

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.config.loss_arguments import loss_arguments
+from longspan.config.memory_keys import form_of_config
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, TrainConfig
 from longspan.config.text_values import NamedGroup
@@ -59,10 +60,8 @@ def build_run_optimizer(
     optimizer = choice.build(groups, rounding=rounding)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    chosen = config.train if memory is None else memory
-    # Trained weights that wait on the host take their states along; beside an adapter only frozen weights wait there.
-    on_host = chosen.offload_optimizer_states or (chosen.offload_weights and not config.lora.rank)
-    if on_host:
+    form = form_of_config(config) if memory is None else memory
+    if form.states_on_host(trains_all=not config.lora.rank):
         return offload_optimizer_states(optimizer, world, hidden_in=model)
     return optimizer
 

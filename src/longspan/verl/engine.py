@@ -285,8 +285,8 @@ class LongspanEngine(BaseEngine):
             return self.world.machine.cost(
                 self.model_config.hf_config.get_text_config(),
                 CostSettings(
-                    recomputation="full" if recomputes else "none",
-                    frozen=self.model_config.lora_rank > 0,
+                    checkpoint_policies="full" if recomputes else "none",
+                    trains_all=not self.model_config.lora_rank,
                     shards=home.slots,
                     weight_ranks=home.tp,
                     ep=home.ep,

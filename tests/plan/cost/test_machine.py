@@ -119,13 +119,16 @@ def test_sharded_weights_are_gathered_and_summed_in_every_micro_batch_or_once_a_
     copies, wire = 3 * weights * machine.weight_copy_seconds, weights / machine.sharding_bytes_per_second
     assert added(shards=1) == pytest.approx(copies)
     assert added(shards=4) == pytest.approx(copies + 8 * 3 / 4 * wire)  # twice 2 bytes, and sums of 4
-    assert added(shards=4, gathered_once=True) == pytest.approx(copies / 3 + 4 * 3 / 4 * wire)
-    assert added(shards=4, gathered_once=True, summed_once=True) == 0
-    once = [machine.cost(CONFIG, CostSettings(shards=4, gathered_once=True, summed_once=x)) for x in (False, True)]
+    assert added(shards=4, reshard_after_forward=False) == pytest.approx(copies / 3 + 4 * 3 / 4 * wire)
+    assert added(shards=4, reshard_after_forward=False, sync_each_batch=False) == 0
+    once = [
+        machine.cost(CONFIG, CostSettings(shards=4, reshard_after_forward=False, sync_each_batch=x))
+        for x in (True, False)
+    ]
     gathered, both = (cost.closing_seconds for cost in once)
     assert gathered == pytest.approx(copies / 3 + 2 * 3 / 4 * wire) == pytest.approx(both / 2 - 3 / 4 * wire)
     assert once[1].launch_seconds < once[0].launch_seconds and both > 0 == plain.closing_seconds
-    assert added(shards=4, frozen=True) == pytest.approx(copies * 2 / 3 + 4 * 3 / 4 * wire)
+    assert added(shards=4, trains_all=False) == pytest.approx(copies * 2 / 3 + 4 * 3 / 4 * wire)
     assert added(shards=4, tp=2) == pytest.approx(added(shards=4) / 2) == pytest.approx(added(shards=4, weight_ranks=2))
     assert added(shards=16) == pytest.approx(copies + 8 * 15 / 16 * wire)  # across 40 GB/s a slot, of 8 together
     forward = machine.cost(CONFIG, CostSettings(shards=4, forward=True)).micro_batch_seconds
@@ -144,8 +147,8 @@ def test_rows_that_travel_to_experts_are_priced() -> None:
 
     once = layers * 8 * 2048 * 2 * 3 / 4 / link.bytes_per_second  # 2 bytes, to 3 slots of 4
     assert added(ep=4) == pytest.approx(4 * once)
-    assert added(ep=4, recomputation="full") == pytest.approx(6 * once)
-    assert added(ep=4, recomputation="selective", recomputed_layers=24) == pytest.approx(5 * once)
+    assert added(ep=4, checkpoint_policies="full") == pytest.approx(6 * once)
+    assert added(ep=4, checkpoint_policies=("selective",) * 24) == pytest.approx(5 * once)
     assert added(ep=4, forward=True) == pytest.approx(2 * once)
     assert added(ep=4, tp=2) == pytest.approx(2 * once)  # each rank of a slot sends half of its rows
     far = layers * 8 * 2048 * 2 * 8 / 16 / H200.across.exchange.bytes_per_second  # hosts of 8: half of the rows leave
@@ -185,7 +188,7 @@ def test_a_step_ends_with_the_optimizer() -> None:
     assert ends == pytest.approx({0: weights * seconds, 1: weights * seconds, 4: weights * seconds / 4})
     twice = H200.cost(CONFIG, CostSettings(shards=8, dp_replicate=2)).update_seconds - H200.micro_batch_seconds
     assert twice == pytest.approx(weights / 8 * (seconds + 4 / 40e9))  # each copy sends the half of its sums, twice
-    assert H200.cost(CONFIG, CostSettings(frozen=True)).update_seconds == H200.micro_batch_seconds
+    assert H200.cost(CONFIG, CostSettings(trains_all=False)).update_seconds == H200.micro_batch_seconds
     cost = H200.cost(CONFIG)
     plan, bare = (plan_fixed([4096] * 8, Layout(4), 2, cost=c) for c in (cost, replace(cost, update_seconds=0.0)))
     assert plan.predicted_seconds - bare.predicted_seconds == pytest.approx(cost.update_seconds)
@@ -199,7 +202,7 @@ def test_rows_without_a_target_have_no_logits() -> None:
     head = 151936 * (6 * 4096 / H200.product_flops_per_second + machines.LOGIT_BYTES / H200.memory_bytes_per_second)
     assert every.linear_seconds - half.linear_seconds == pytest.approx(head / 2)
     assert every.forward_only().linear_seconds - half.forward_only().linear_seconds == pytest.approx(head / 6)
-    frozen, none = (H200.cost(CONFIG, CostSettings(frozen=True, target_share=share)) for share in (1.0, 0.0))
+    frozen, none = (H200.cost(CONFIG, CostSettings(trains_all=False, target_share=share)) for share in (1.0, 0.0))
     head -= 151936 * 2 * 4096 / H200.product_flops_per_second
     assert frozen.linear_seconds - none.linear_seconds == pytest.approx(head)
 
@@ -285,13 +288,13 @@ def test_products_in_float8_take_less_but_for_gradients_of_weights() -> None:
     faster = (shape.weights - 151936 * 4096) * (1 / 700e12 - 1 / 1350e12)
 
     def saved(**settings: Any) -> float:
-        seconds = [H200.cost(CONFIG, CostSettings(float8=x, **settings)).linear_seconds for x in (False, True)]
+        seconds = [H200.cost(CONFIG, CostSettings(float8=x, **settings)).linear_seconds for x in ("", "rowwise")]
         return seconds[0] - seconds[1]
 
-    assert saved() == pytest.approx(4 * faster) == pytest.approx(saved(frozen=True))
+    assert saved() == pytest.approx(4 * faster) == pytest.approx(saved(trains_all=False))
     assert saved(forward=True) == pytest.approx(2 * faster)
     again = shape.recomputed_weights / shape.weights
-    assert saved(recomputation="full") == pytest.approx((4 + 2 * again) * faster)
+    assert saved(checkpoint_policies="full") == pytest.approx((4 + 2 * again) * faster)
 
 
 @pytest.mark.parametrize(
@@ -384,10 +387,10 @@ def test_what_real_rows_take_alone_follows_the_rows() -> None:
     assert plain.real_row_seconds == pytest.approx(experts + products + passes)
     assert share(target_share=0.25) == pytest.approx(experts + (products + passes) / 4)
     assert share(forward=True) == pytest.approx(plain.real_row_seconds / 3) == plain.forward_only().real_row_seconds
-    assert share(frozen=True) == pytest.approx((experts + products) * 4 / 6 + passes)
+    assert share(trains_all=False) == pytest.approx((experts + products) * 4 / 6 + passes)
     assert share(tp=2) == pytest.approx(plain.real_row_seconds / 2)
-    assert plain.real_row_seconds < share(recomputation="full") < plain.real_row_seconds * 4 / 3
-    assert 0 < share(float8=True) < plain.real_row_seconds
+    assert plain.real_row_seconds < share(checkpoint_policies="full") < plain.real_row_seconds * 4 / 3
+    assert 0 < share(float8="rowwise") < plain.real_row_seconds
     travel = H200.cost(MIXTURE, CostSettings(ep=4)).linear_seconds - plain.linear_seconds
     assert share(ep=4) - plain.real_row_seconds == pytest.approx(travel)
     assert Cost.from_json(plain.to_json()) == plain and without_real_rows(plain).real_row_seconds == 0.0
@@ -446,8 +449,8 @@ def test_packed_weights_travel_as_bytes_and_are_unpacked_in_each_gather() -> Non
     wire = weights * (0.5625 - 2) * 3 / 4 / H200.sharding_bytes_per_second
 
     def whole_and_packed(**settings: Any) -> tuple[Cost, Cost]:
-        whole = CostSettings(frozen=True, shards=4, **settings)
-        return H200.cost(CONFIG, whole), H200.cost(CONFIG, replace(whole, frozen_weights="nf4"))
+        whole = CostSettings(trains_all=False, shards=4, **settings)
+        return H200.cost(CONFIG, whole), H200.cost(CONFIG, replace(whole, frozen="nf4"))
 
     shown = copies + unpacked + machines.SHARDING_SHARE * wire
     whole, packed = whole_and_packed()
@@ -456,9 +459,9 @@ def test_packed_weights_travel_as_bytes_and_are_unpacked_in_each_gather() -> Non
     assert packed.sharding_seconds - whole.sharding_seconds == pytest.approx(hidden)
     forward, packed_forward = whole.forward_only(), packed.forward_only()
     assert packed_forward.micro_batch_seconds - forward.micro_batch_seconds == pytest.approx(shown)
-    whole, packed = whole_and_packed(gathered_once=True)
+    whole, packed = whole_and_packed(reshard_after_forward=False)
     assert packed.closing_seconds - whole.closing_seconds == pytest.approx(shown)
-    assert H200.cost(CONFIG, CostSettings(frozen_weights="nf4")) == H200.cost(CONFIG, CostSettings())
+    assert H200.cost(CONFIG, CostSettings(frozen="nf4")) == H200.cost(CONFIG, CostSettings())
 
 
 class _CountedLaunches(TorchDispatchMode):

@@ -218,7 +218,7 @@ def test_adapters_of_experts_keep_what_is_planned(world: World, family: str) -> 
 
 def test_depths_keep_what_joins_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernel_norms(monkeypatch)
-    settings = MemorySettings(parameter_bytes=2, shard_parameters=False, depths=1)
+    settings = MemorySettings(parameter_bytes=2, shard_parameters=False, mtp_layers=1)
     needs, counted = _compare(world, "qwen3", "selective", settings=settings, depths=1)
     assert needs.layers == 3
     assert abs(_peak(needs, "selective") / counted.most - 1) <= PEAK

@@ -72,8 +72,8 @@ def test_measures_keep_less_in_their_order() -> None:
 def test_a_word_for_each_layer() -> None:
     some = planned(["full"] * 12 + ["none"] * 24)
     assert planned("full").device.total < some.device.total < planned("none").device.total
-    assert some.measures.count("full") == 12
-    with pytest.raises(PlanError, match="35 measures were given for 36 layers"):
+    assert some.checkpoint_policies.count("full") == 12
+    with pytest.raises(PlanError, match="35 policies were given for 36 layers"):
         planned(["none"] * 35)
     with pytest.raises(PlanError, match="a layer keeps 'half'; use one of none, exchanged, selective"):
         planned("half")
@@ -99,7 +99,7 @@ def test_copies_and_free_mode_hold_more() -> None:
     assert free.device.gathered > 8.19e9 * (2 + 4)  # all weights in bfloat16, all gradients in float32
     whole = planned(shard_parameters=False, rows=512).device
     assert whole.weights == pytest.approx(8.19e9 * 4, rel=1e-3)
-    assert planned("none", gathered_once=True).device.gathered > planned("none").device.gathered + 10 * GIB
+    assert planned("none", reshard_after_forward=False).device.gathered > planned("none").device.gathered + 10 * GIB
 
 
 def test_stages_keep_micro_batches_in_flight() -> None:
@@ -124,9 +124,9 @@ def test_images_wait_unless_they_are_encoded_again() -> None:
 
 
 def test_float8_weights_stay_where_passes_follow_each_other_without_a_gather() -> None:
-    plain, float8 = (planned(free=True, float8=x).device for x in (False, True))
+    plain, float8 = (planned(free=True, float8=x).device for x in ("", "rowwise"))
     assert float8.gathered - plain.gathered == pytest.approx(2 * 6.946e9, rel=1e-3)
-    assert planned(float8=True).device == planned().device
+    assert planned(float8="rowwise").device == planned().device
 
 
 def test_two_buckets_of_states_on_the_host_are_on_the_device_at_every_moment() -> None:
@@ -136,14 +136,14 @@ def test_two_buckets_of_states_on_the_host_are_on_the_device_at_every_moment() -
     for config, states in ((QWEN3_8B, 512 << 20), (small, None)):
         needs = MemoryNeeds.of(config, Layout(1), plan_fixed([8], Layout(1), cp=1), settings)
         (place,) = needs.places
-        update, *others = place.bytes_at_moments(needs.loads, needs.under("none").measures)
+        update, *others = place.bytes_at_moments(needs.loads, needs.under("none").checkpoint_policies)
         assert update.gradients == update.weights
         assert update.states == (states or needs.under("none").host.states) > 0
         assert {moment.states for moment in others} == {update.states}
 
 
 def test_printed() -> None:
-    memory = planned(["selective"] * 12 + ["none"] * 24, gathered_once=True)
+    memory = planned(["selective"] * 12 + ["none"] * 24, reshard_after_forward=False)
     line = memory.summary_line(MemoryBudget(device=100 * GIB))
     assert line.startswith(
         "memory: 12 of 36 layers keep their input and attention's output, 24 keep all, weights gathered once; "
@@ -176,7 +176,12 @@ def test_segments_under_a2a_are_planned_as_measured() -> None:
     The input of the segment before, 2.75 GiB, was on the device then, and is fetched later since.
     """
     rows, home = 360448, Layout(2)
-    changes = {"gathered_once": True, "offload_optimizer_states": True, "mlp_tile_tokens": 16384, "segment_layers": 4}
+    changes = {
+        "reshard_after_forward": False,
+        "offload_optimizer_states": True,
+        "mlp_tile_tokens": 16384,
+        "segment_layers": 4,
+    }
     device = planned(("full+host",) * 36, rows=rows, home=home, **changes).device
     assert device.total - device.communicators == pytest.approx((73.98 - 2.75) * GIB, rel=0.01)
     assert device.kept == pytest.approx(3 * 8192 * rows)  # inputs of a segment's layers behind the first
@@ -203,15 +208,15 @@ def test_many_micro_batches_have_a_price_for_each_way_of_sharding() -> None:
     def ways(gib: int, home: Layout = HOME, **fixed: Any) -> tuple[bool, bool]:
         budget, of_home = MemoryBudget(device=gib * GIB), plan_fixed(plan.lengths, home, 1, max_tokens_per_slot=4096)
         memory = choose_memory(QWEN3_8B, home, of_home, MemorySettings(), budget, fixed=FixedMemory(**fixed))
-        return memory.gathered_once, memory.summed_once
+        return memory.reshard_after_forward, memory.sync_each_batch
 
-    assert [ways(gib) for gib in (180, 115, 95)] == [(True, True), (True, False), (False, False)]
-    assert [ways(gib, Layout(1)) for gib in (180, 150)] == [(True, True), (False, False)]
-    assert ways(180, summed_once=False) == (True, False) and ways(180, gathered_once=False) == (False, False)
+    assert [ways(gib) for gib in (180, 115, 95)] == [(False, False), (False, True), (True, True)]
+    assert [ways(gib, Layout(1)) for gib in (180, 150)] == [(False, False), (True, True)]
+    assert ways(180, sync_each_batch=True) == (False, True) and ways(180, reshard_after_forward=True) == (True, True)
     once = choose_memory(QWEN3_8B, HOME, plan, MemorySettings(), MemoryBudget(device=180 * GIB))
     assert "gradients summed once" in once.summary_line()
-    assert not chosen(4096).summed_once
-    settings = [MemorySettings(gathered_once=True, summed_once=once) for once in (False, True)]
+    assert chosen(4096).sync_each_batch
+    settings = [MemorySettings(reshard_after_forward=False, sync_each_batch=each) for each in (True, False)]
     kept, summed = (MemoryNeeds.of(QWEN3_8B, HOME, plan, one).under("none").device for one in settings)
     assert kept.gathered > 8.19e9 * 2 and summed.gathered > 8.19e9 * (2 + 4)
     free = planned("none", home=HOME, rows=4096, free=True, plan=plan)
@@ -233,15 +238,15 @@ def chosen(rows: int, budget: MemoryBudget = H200, **fixed: Any) -> MemoryPlan:
 
 
 @pytest.mark.parametrize(("slow", "fast"), [("full", "selective+host"), ("full+host", "selective+host")])
-def test_more_layers_of_the_slower_measure_where_the_host_is_small(slow: str, fast: str) -> None:
+def test_more_layers_of_the_slower_policy_where_the_host_is_small(slow: str, fast: str) -> None:
     needs = needs_of(65536)
-    least, most = (needs.under(needs.measures_of_layers(slow, count, fast)).host.total for count in (36, 1))
+    least, most = (needs.under(needs.policies_of_layers(slow, count, fast)).host.total for count in (36, 1))
     budget = MemoryBudget(device=200 * GIB, host=(least + most) // 2)
     memory = fit_with_fewest_slow_layers(needs, slow, fast, budget)  # type: ignore[arg-type]
     assert memory is not None and memory.fits(budget)
-    count = memory.measures.count(slow)  # type: ignore[arg-type]
+    count = memory.checkpoint_policies.count(slow)  # type: ignore[arg-type]
     assert 1 < count < 36
-    assert not needs.under(needs.measures_of_layers(slow, count - 1, fast)).fits(budget)
+    assert not needs.under(needs.policies_of_layers(slow, count - 1, fast)).fits(budget)
 
 
 ROOM, TIGHT, HOST = (4096, 129, 128), (20480, 75, 0), (65536, 60, 64)  # rows, GiB of the device and of the host
@@ -250,12 +255,12 @@ MIXED = (8192, 75, 64), (20480, 75, 8), (32768, 100, 16)  # a later choice of fe
 
 DAILY = [
     *(({}, sizes) for sizes in (TIGHT, HOST, MIXED[0])),
-    ({"gathered_once": False}, TIGHT),
-    ({"offload": False}, HOST),
+    ({"reshard_after_forward": True}, TIGHT),
+    ({"offload_activations": False}, HOST),
 ]
 RARE = [
     *(({}, sizes) for sizes in (ROOM, *MIXED[1:])),
-    ({"measure": "full"}, HOST),
+    ({"activation_checkpointing": "full"}, HOST),
     ({"mlp_tile_tokens": 16384}, TIGHT),
 ]
 RARE += [({"segment_layers": 4}, TIGHT)]
@@ -270,7 +275,7 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any]
     fastest: MemoryPlan | None = None
     sizes_of_segments = (0, 4) if by_hand.segment_layers is None else (4,)
     pairs = [(size, on_host) for size in sizes_of_segments for on_host in (False, True)]
-    places = (False, True) if by_hand.gathered_once is not True else (False,)
+    places = (False, True) if by_hand.reshard_after_forward is not False else (False,)
     for level in range(3):  # neither segments nor weights on the host, one of them, both
         of_level = [pair for pair in pairs if sizes_of_segments.index(pair[0]) + places.index(pair[1]) == level]
         keys = [replace(by_hand, segment_layers=size, offload_weights=on_host) for size, on_host in of_level]
@@ -296,28 +301,38 @@ def test_no_choice_that_could_win_is_left_out_for_its_slow_layers() -> None:
     for slow, fast in (("full", "none"), ("selective+host", "selective"), ("full+host", "none")):
         least = prices.least_seconds(needs, (slow, fast))
         for count in (1, 7, 35):
-            seconds = prices.seconds(needs.under(needs.measures_of_layers(slow, count, fast))) - least
+            seconds = prices.seconds(needs.under(needs.policies_of_layers(slow, count, fast))) - least
             assert count <= prices.most_slow_layers(needs, slow, fast, seconds) <= count + 2, (slow, fast, count)
         assert prices.most_slow_layers(needs, slow, fast, float("inf")) == 36
 
 
 def test_keys_given_by_hand_win() -> None:
     memory = chosen(4096)
-    assert set(memory.measures) == {"none"} and memory.gathered_once and not memory.offload_optimizer_states
-    assert set(chosen(4096, measure="full").measures) <= {"full", "full+host"}
-    assert set(chosen(4096, measure="selective", offload=False).measures) <= {"selective", "exchanged"}
-    assert all("+host" in word for word in chosen(4096, measure="full", offload=True).measures)
-    assert not chosen(4096, gathered_once=False).gathered_once
+    assert (
+        set(memory.checkpoint_policies) == {"none"}
+        and not memory.reshard_after_forward
+        and not memory.offload_optimizer_states
+    )
+    assert set(chosen(4096, activation_checkpointing="full").checkpoint_policies) <= {"full", "full+host"}
+    assert set(chosen(4096, activation_checkpointing="selective", offload_activations=False).checkpoint_policies) <= {
+        "selective",
+        "exchanged",
+    }
+    assert all(
+        "+host" in word
+        for word in chosen(4096, activation_checkpointing="full", offload_activations=True).checkpoint_policies
+    )
+    assert chosen(4096, reshard_after_forward=True).reshard_after_forward
     assert chosen(4096, offload_optimizer_states=True).offload_optimizer_states
 
 
 def test_refusals_have_the_bytes() -> None:
-    with pytest.raises(PlanError, match=r"does not fit under any measure: with a slot of 4,194,304 rows .* bytes\)"):
+    with pytest.raises(PlanError, match=r"does not fit under any policy: with a slot of 4,194,304 rows .* bytes\)"):
         chosen(1 << 22)
-    with pytest.raises(PlanError, match="with measure = 'none'"):
-        chosen(65536, measure="none")
-    with pytest.raises(PlanError, match="no measure keeps 'none' with offload True"):
-        chosen(4096, measure="none", offload=True)
+    with pytest.raises(PlanError, match="with activation_checkpointing = 'none'"):
+        chosen(65536, activation_checkpointing="none")
+    with pytest.raises(PlanError, match="no policy keeps 'none' with offload_activations True"):
+        chosen(4096, activation_checkpointing="none", offload_activations=True)
 
 
 def test_seconds_of_measures() -> None:
@@ -327,7 +342,7 @@ def test_seconds_of_measures() -> None:
     seconds = {word: needs.prices.seconds(needs.under(word)) for word in words}
     assert seconds["none"] < seconds["selective"] < seconds["full"]
     assert seconds["selective"] < seconds["selective+host"] and seconds["full"] < seconds["full+host"]
-    once = needs_of(32768, "p2p", gathered_once=True)
+    once = needs_of(32768, "p2p", reshard_after_forward=False)
     assert once.prices.seconds(once.under("none")) < seconds["none"]
 
 
@@ -405,10 +420,10 @@ def test_weights_leave_the_device_after_all_that_costs_less() -> None:
         (Layout(2, pp=2), {}, QWEN3_8B, "parallel.pp is 2"),
         (Layout(2), {"free": True}, QWEN3_8B, 'context.mode is "free"'),
         (Layout(2, dp_replicate=2), {}, QWEN3_8B, "parallel.dp_replicate is 2"),
-        (Layout(2), {"gathered_once": True}, QWEN3_8B, "parallel.reshard_after_forward is false"),
+        (Layout(2), {"reshard_after_forward": False}, QWEN3_8B, "parallel.reshard_after_forward is false"),
         (Layout(2), {"shard_parameters": False}, QWEN3_8B, "FSDP2 does not shard"),
         (Layout(2), {"encoder_rows": 64}, VISION, "an image encoder"),
-        (Layout(2), {"lora_rank": 8, "frozen_weights": "nf4"}, QWEN3_8B, "model.frozen packs"),
+        (Layout(2), {"lora_rank": 8, "frozen": "nf4"}, QWEN3_8B, "model.frozen packs"),
     ],
 )
 def test_weights_that_stay_on_the_device(layout: Layout, settings: Any, config: Any, reason: str) -> None:
@@ -416,7 +431,9 @@ def test_weights_that_stay_on_the_device(layout: Layout, settings: Any, config: 
     run: Any = (config, layout, plan, MemorySettings(**settings), MemoryBudget(device=2000 * GIB, host=2000 * GIB))
     with pytest.raises(PlanError, match=f"train.offload_weights is true, and {reason}.*; leave it out"):
         choose_memory(*run, fixed=FixedMemory(offload_weights=True))
-    choices = memory_choices(MemoryNeeds.of(*run[:4]), FixedMemory(gathered_once=settings.get("gathered_once")))
+    choices = memory_choices(
+        MemoryNeeds.of(*run[:4]), FixedMemory(reshard_after_forward=settings.get("reshard_after_forward"))
+    )
     assert not any(choice.places[0].settings.offload_weights for choice, _, _ in choices)
 
 
@@ -443,7 +460,7 @@ def test_seconds_of_an_update_on_the_host() -> None:
         needs = needs_of(rows, home=Layout(1), **settings)
         prices, memory = needs.prices, needs.under("full")
         cost = Machine().cost(QWEN3_8B, memory.cost_settings(CostSettings(shards=1)))
-        plain = Machine().cost(QWEN3_8B, CostSettings(shards=1, recomputation="full", recomputed_layers=36))
+        plain = Machine().cost(QWEN3_8B, CostSettings(shards=1, checkpoint_policies=["full"] * 36))
         turns = cost.turn_seconds([1e9])
         assert cost.lockstep_seconds([1e9]) == turns[0]  # a pass that is long hides all but what is in an update's time
         shown = cost.update_seconds - plain.update_seconds + cost.lockstep_seconds([0.0]) - cost.turn_seconds([0.0])[0]
@@ -477,7 +494,7 @@ def test_a_cost_has_copies_from_the_host() -> None:
     streamed = cost(streamed_bytes=51e9)
     assert streamed.streaming_seconds == pytest.approx(1 - root, rel=1e-3)
     assert streamed.micro_batch_seconds - plain.micro_batch_seconds == pytest.approx(2 * root, rel=1e-3)
-    assert cost(streamed_bytes=51e9, frozen=True).micro_batch_seconds < streamed.micro_batch_seconds
+    assert cost(streamed_bytes=51e9, trains_all=False).micro_batch_seconds < streamed.micro_batch_seconds
     # forward is a third of a turn
     streaming = streamed.streaming_seconds
     for work, shown in ((0.3, 2 * streaming - 0.3), (30.0, 0.0), (1.5, streaming - 0.5)):
@@ -494,7 +511,7 @@ def test_a_cost_has_copies_from_the_host() -> None:
     first, *others = streamed.turn_seconds([0.5] * 3)
     assert others == pytest.approx([first + streamed.gradient_seconds] * 2)
     assert streamed.gradient_seconds == streamed.streaming_seconds
-    assert not cost(streamed_bytes=51e9, frozen=True).gradient_seconds
+    assert not cost(streamed_bytes=51e9, trains_all=False).gradient_seconds
     assert not streamed.forward_only().gradient_seconds
     forward = streamed.forward_only()
     (turn,) = forward.turn_seconds([0.1])
@@ -539,16 +556,16 @@ def test_packed_weights_lie_as_bytes_and_are_whole_in_a_gathered_layer() -> None
     lora = {"parameter_bytes": 2, "lora_rank": 16, "rows": 512}
     layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288
     whole = planned("none", **lora).device
-    nf4 = planned("none", frozen_weights="nf4", **lora).device
+    nf4 = planned("none", frozen="nf4", **lora).device
     assert nf4.packed == 36 * layer * 0.5625 / 4 and whole.packed == 0
     assert whole.weights - nf4.weights == 36 * layer * 2 / 4
     # of the layer that is fetched ahead the bytes, of the one that runs the weights
     assert whole.gathered - nf4.gathered == pytest.approx(layer * (2 - 0.5625), rel=1e-6)
-    assert planned("none", frozen_weights="nf4", rows=512) == planned("none", rows=512)  # nothing is frozen
+    assert planned("none", frozen="nf4", rows=512).device == planned("none", rows=512).device  # nothing is frozen
     one = {"home": Layout(1), "plan": plan_fixed([64], Layout(1), cp=1)}
-    alone = planned("none", frozen_weights="nf4", **one | lora).device
+    alone = planned("none", frozen="nf4", **one | lora).device
     assert alone.work >= layer * 0.5625 > planned("none", **one | lora).device.work  # while it is unpacked
-    place = needs_of(32, "p2p", lora_rank=16, frozen_weights="nf4", depths=1).places[0]
+    place = needs_of(32, "p2p", lora_rank=16, frozen="nf4", mtp_layers=1).places[0]
     assert [numbers.packed for numbers in place.numbers.layers] == [layer] * 36 + [0]  # a depth is whole
 
 
@@ -556,18 +573,18 @@ def test_experts_packed_or_not_are_divided_by_ep_where_they_are_gathered() -> No
     home = Layout(4, ep=4)
     whole, divided = planned(config=MOE), planned(config=MOE, home=home)
     assert divided.device.gathered < 0.6 * whole.device.gathered and divided.device.weights == whole.device.weights
-    changes = {"config": MOE, "parameter_bytes": 2, "lora_rank": 16, "frozen_weights": "nf4", "rows": 512}
+    changes = {"config": MOE, "parameter_bytes": 2, "lora_rank": 16, "frozen": "nf4", "rows": 512}
     alone, shared = planned("none", **changes), planned("none", home=home, **changes)
     assert shared.device.packed == alone.device.packed > 0
     assert shared.device.gathered < 0.6 * alone.device.gathered
     float8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    stored = planned("none", **changes | {"config": MOE | float8, "frozen_weights": "auto"})
+    stored = planned("none", **changes | {"config": MOE | float8, "frozen": "auto"})
     assert stored.device.packed == pytest.approx(alone.device.packed * 1.03125 / 0.5625, rel=1e-3)
 
 
 def test_unpacking_takes_time_and_messages_are_shorter() -> None:
     needs = needs_of(8192, parameter_bytes=2, lora_rank=16)
-    packed = needs_of(8192, parameter_bytes=2, lora_rank=16, frozen_weights="nf4")
+    packed = needs_of(8192, parameter_bytes=2, lora_rank=16, frozen="nf4")
     saved = needs.prices.seconds(needs.under("full")) - packed.prices.seconds(packed.under("full"))
     machine = Machine()
     weights = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288)
@@ -585,10 +602,10 @@ def test_unpacking_takes_time_and_messages_are_shorter() -> None:
 def test_lengths_that_fit_one_gpu_in_four_bits(config: Any, gib: int, least: int) -> None:
     home = Layout(1)
     plan = plan_fixed([least], home, cp=1)
-    settings = MemorySettings(parameter_bytes=2, lora_rank=16, frozen_weights="nf4", compiled="auto")
+    settings = MemorySettings(parameter_bytes=2, lora_rank=16, frozen="nf4", compiled="auto")
     budget = MemoryBudget(device=int(GPU_SHARE * (gib << 30)), host=128 * GIB)
     assert choose_memory(config, home, plan, settings, budget).device.packed > 0
-    whole = replace(settings, frozen_weights="whole")
+    whole = replace(settings, frozen="whole")
     with pytest.raises(PlanError, match=r'does not fit .*slot\), model.frozen = "nf4", or a higher parallel.tp'):
         choose_memory(config, home, plan, whole, budget, fixed=FixedMemory(offload_weights=False))
     with pytest.raises(PlanError, match=r"\(context.max_tokens_per_slot\), or a higher parallel.tp"):

@@ -334,7 +334,7 @@ def test_a_depth_costs_a_layer_a_projection_and_a_head() -> None:
     add_mtp(model, depths=2)
     hidden = model.config.hidden_size
     added = sum(p.numel() for p in model.mtp.parameters() if p.ndim == 2) + 2 * hidden * 64
-    deeper = ModelShape.of(model.config, depths=2)
+    deeper = ModelShape.of(model.config, mtp_layers=2)
     assert deeper.weights - plain.weights == added
     assert (deeper.layers, deeper.decoder_layers) == (plain.layers + 2, plain.decoder_layers + 2)
     of_layer = plain.recomputed_weights // plain.decoder_layers
@@ -345,7 +345,7 @@ def test_a_depth_costs_a_layer_a_projection_and_a_head() -> None:
 
 def test_a_depth_of_several_layers_costs_them_all() -> None:
     config: Any = shrink_configuration(CONFIG_MAPPING["nemotron_h"](n_routed_experts=4))
-    plain, deeper = ModelShape.of(config), ModelShape.of(config, depths=1)
+    plain, deeper = ModelShape.of(config), ModelShape.of(config, mtp_layers=1)
     assert (deeper.layers, deeper.decoder_layers) == (plain.layers + 1, plain.decoder_layers + 2)
     model: Any = add_mtp(make_tiny_model(config, torch.float32))
     sizes = {name: p.numel() for name, p in model.mtp.named_parameters()}

@@ -6,7 +6,8 @@ import pytest
 
 from longspan.errors import PlanError
 from longspan.model.presets import PRESETS
-from longspan.plan.shape.packed import FrozenWeights, find_packed_form, packed_weights_of_model
+from longspan.plan.form import FrozenWeights
+from longspan.plan.shape.packed import find_packed_form, packed_weights_of_model
 from longspan.plan.shape.quantization import NF4, NF4_FORM
 
 LLAMA_70B: dict[str, Any] = {"model_type": "llama", **PRESETS["llama-3.3-70b-instruct"].values}

@@ -44,8 +44,8 @@ def _train(rank: int, config: RunConfig, size: int) -> Trained:
         patch.setattr(preparing, "prepare", prepare_noting)
         train_rank(rank, replace(config, train=train, run=run), 2)
     trained = _read(Path(run.dir))
-    assert list(asked["options"].checkpoint_policies) == trained.memory["measures"]
-    assert asked["options"].reshard_after_forward is not trained.memory["gathered_once"]
+    assert list(asked["options"].checkpoint_policies) == trained.memory["checkpoint_policies"]
+    assert asked["options"].reshard_after_forward is trained.memory["reshard_after_forward"]
     return trained
 
 
@@ -85,6 +85,6 @@ def test_what_layers_keep_changes_no_loss_or_gradient(
     (refusal, *plain_and_less), (of_other, *_) = run_ranks(_train_with_less, 2, config, resumed, timeout=280)
     assert refusal == of_other and "that may fill 0.0 GiB (1,024)" in refusal
     (plain, all_kept), (less, chosen) = plain_and_less
-    assert set(all_kept["measures"]) == {"none"} and all_kept["gathered_once"]
-    assert len(set(chosen["measures"])) > 1 and chosen["device"]["total"] < all_kept["device"]["total"]
+    assert set(all_kept["checkpoint_policies"]) == {"none"} and not all_kept["reshard_after_forward"]
+    assert len(set(chosen["checkpoint_policies"])) > 1 and chosen["device"]["total"] < all_kept["device"]["total"]
     assert less == [pytest.approx(step, rel=1e-12) for step in plain]

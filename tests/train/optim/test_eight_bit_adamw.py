@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
 from longspan.config.file import load_config
+from longspan.config.memory_keys import fixed_memory_keys
 from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
 from longspan.model.weights.local_tensors import local_block, local_tensor
-from longspan.resolve.run_cost import fixed_memory_keys, memory_settings_of_run
+from longspan.resolve.run_cost import memory_settings_of_run
 from longspan.run.checks import check_keys_needed_by_keys, check_optimizer
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer

@@ -23,7 +23,8 @@ from longspan.cli.plans.question import GpuFlags, Question, find_document_source
 from longspan.cli.processes import prints_results
 from longspan.config.defaults import resolve_defaults, source_dtype
 from longspan.config.dtypes import DTYPE_BYTES
-from longspan.config.keys import AUTO, NOT_GIVEN, key_value
+from longspan.config.keys import AUTO, NOT_GIVEN
+from longspan.config.memory_keys import FORM_KEYS, MEMORY_KEYS, read_key
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, LongspanError, PlanError, plural
@@ -31,7 +32,7 @@ from longspan.model.presets import find_published_preset
 from longspan.plain_text import gib_text, number_text, seconds_text, text_table
 from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.items.encoder_shape import EncoderShape
-from longspan.plan.memory.settings import CHOSEN_SETTINGS, Bytes
+from longspan.plan.memory.settings import Bytes
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_form
 from longspan.resolve.evaluation import plan_type_text
@@ -50,18 +51,9 @@ from longspan.resolve.ways import (
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 
 PRICED = 64  # steps of a run whose seconds count where all plans have one degree, and are made fast
-GATHERS = "parallel.reshard_after_forward"
+GATHERS = FORM_KEYS["reshard_after_forward"]
 LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
 HIGHEST_DEGREE = "context.max_dynamic_context_parallel_size"
-OF_MEMORY = (
-    "train.plan_memory",
-    "train.device_memory_limit",
-    "train.activation_checkpointing",
-    "train.offload_optimizer_states",
-    "train.offload_weights",
-    "train.mlp_tile_tokens",
-    GATHERS,
-)  # keys by which less may fit
 SHOWN = (
     "train",
     "optimizer",
@@ -134,7 +126,7 @@ class Answer:
         return {
             "device": memory.device.to_json(),
             "host": memory.host.to_json(),
-            "measures": list(memory.measures),
+            "checkpoint_policies": list(memory.checkpoint_policies),
             "longest": self.longest,
             "fits": fits,
             "keys": run_keys(self.config, self.run.given_keys),
@@ -160,10 +152,10 @@ def _largest_parts(fit: Fit) -> dict[str, int]:
     """Return the bytes of each part of a GPU's memory where it is largest, over all moments and stages."""
     memory = planned_memory(fit)
     needs = fit.way.memory_needs(fit.plans)
-    # with what the plan of memory chose
-    settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in CHOSEN_SETTINGS})
-    places = needs.with_settings(settings).places
-    moments = [moment for place in places for moment in place.bytes_at_moments(needs.loads, memory.measures)]
+    places = needs.with_settings(needs.places[0].settings.with_form(memory)).places
+    moments = [
+        moment for place in places for moment in place.bytes_at_moments(needs.loads, memory.checkpoint_policies)
+    ]
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 
 
@@ -183,7 +175,7 @@ def way_figures(fit: Fit) -> dict[str, Any]:
         per_gpu = tokens / fit.seconds / count
         peak = peak_tflops(facts.machine.device, "bfloat16")
         frozen = config.lora.rank > 0
-        shape = ModelShape.of(facts.model, depths=config.mtp.num_layers)
+        shape = ModelShape.of(facts.model, mtp_layers=config.mtp.num_layers)
         step_flops = [model_flops(shape, plan.lengths, frozen=frozen, bases=plan.bases) for plan in fit.plans]
         flops = sum(step_flops) / len(fit.plans)
         mfu = flops / fit.seconds / count / 1e12 / peak if peak else None
@@ -242,13 +234,6 @@ def run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
     names |= {"context.context_parallel_size"} if one_degree else {LOWEST_DEGREE, HIGHEST_DEGREE}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
     return {name: read_key(config, name) for name in sorted(names)}
-
-
-def read_key(config: RunConfig, name: str) -> Any:
-    """Return the value of a key such as "context.planner", as JSON and TOML have it."""
-    section, _, key = name.partition(".")
-    value = key_value(getattr(config, section), key)
-    return list(value) if isinstance(value, tuple) else value
 
 
 def flags_of_keys(keys: Mapping[str, Any]) -> str:
@@ -689,7 +674,7 @@ def _refusal_line(answer: Answer) -> str:
         line += "use a higher parallel.tp or parallel.pp"
     config = answer.run.config
     defaults = RunConfig()
-    names = [key for key in OF_MEMORY if read_key(config, key) != read_key(defaults, key)]
+    names = [key for key in MEMORY_KEYS if read_key(config, key) != read_key(defaults, key)]
     if config.lora.rank and _exceeds_source(config):
         names.append("model.dtype")
     line += f", or leave {' and '.join(names)} out" if names else ""

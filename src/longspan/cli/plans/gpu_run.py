@@ -62,7 +62,7 @@ class GpuRun:
             preset = PRESETS[preset_name]
             # a preset without a vocabulary gets an embedding row for each id of the run's tokenizer
             model = {"model_type": preset.model_type, "vocab_size": config.data.vocab_size, **preset.values}
-        ModelShape.of(model, depths=config.mtp.num_layers)  # raises for a model without sizes
+        ModelShape.of(model, mtp_layers=config.mtp.num_layers)  # raises for a model without sizes
         if home.ep > 1 and not read_experts(model).of_layer:  # in the words of a run that has loaded the model
             read = ConfigReader.read_whole_model(model)
             classes = read.value("architectures") or [read.model_type or read.where]

@@ -18,7 +18,6 @@ from longspan.cli.plans.answer import (
     make_run,
     open_documents,
     print_preset,
-    read_key,
     read_step,
     run_keys,
     way_figures,
@@ -26,6 +25,7 @@ from longspan.cli.plans.answer import (
 from longspan.cli.plans.gpu_run import GpuRun
 from longspan.cli.plans.gpus import read_gpus
 from longspan.cli.plans.question import GpuFlags, Question, find_document_source
+from longspan.config.memory_keys import read_key
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.plain_text import gib_text, seconds_text, text_table

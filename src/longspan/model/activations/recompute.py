@@ -27,7 +27,7 @@ from longspan.model.feature import Call, Feature
 from longspan.model.fsdp_params import gather_parameters
 from longspan.model.host_arena import HostArena, check_free_host_memory
 from longspan.model.layers import Absent, mtp_depths, named_layer_list
-from longspan.plan.memory.settings import CHECKPOINT_POLICIES, CheckpointPolicy
+from longspan.plan.form import CHECKPOINT_POLICIES, CheckpointPolicy
 
 Run = Callable[..., Any]  # a layer's call, without the checkpoint
 MakeContext = Callable[[], AbstractContextManager[Any]]  # makes a context anew at each call

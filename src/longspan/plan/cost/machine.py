@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from longspan.errors import ConfigError, LongspanError, PlanError
 from longspan.files import read_json
@@ -17,12 +17,10 @@ from longspan.plan.check import check_choice, check_count, check_number
 from longspan.plan.cost.cost import Cost, StateCost, constants_of_shape
 from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, SLOWEST_CARD, SOCKET_SPEEDS, Level, Link, Network
 from longspan.plan.cost.type_prices import AttentionCall, TypePrice, price_type
+from longspan.plan.form import Compiled, Form, Recomputation
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape, has_name, peak_tflops
-from longspan.plan.shape.packed import FrozenWeights, PackedWeights, packed_weights_of_model
-
-Recomputation = Literal["none", "exchanged", "selective", "full"]
-Compiled = Literal["auto", "layers", "none"]
+from longspan.plan.shape.packed import PackedWeights, packed_weights_of_model
 
 VERSION = 2  # of the file
 
@@ -107,26 +105,21 @@ def resolve_compiled_parts(word: Compiled, *, hidden: int, tp: int) -> Compiled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostSettings:
+class CostSettings(Form):
     """What of a run changes the time of a model: the second argument of `Machine.cost`.
 
-    `recomputation` of `recomputed_layers` layers (0: all), `frozen` weights under adapters, which lie as
-    `frozen_weights` says (model.frozen), `depths` of multi-token prediction, `bytes_per_number` of rows and weights,
-    `tp` ranks of a slot, `ep` slots that share experts, and only `forward` passes. FSDP2 shards weights over `shards`
-    slots (0: every slot has all of them, without FSDP2), in `dp_replicate` copies, gathers them for every micro-batch's
-    forward pass and again for its backward pass, and sums gradients; `gathered_once` and `summed_once` do that once a
-    step. `weight_ranks` of a slot share its weights (0: those of tp). In `free` mode both are once, and a micro-batch
-    of padding more. Only the `target_share` of the rows predict a token: others have no logits. Layers multiply in
-    `float8` but for gradients of weights, and are `compiled` as in [train] on GPUs. Of a rank's bytes on the host
-    `streamed_bytes` of weights come for each pass, and `paged_bytes` come for an update, behind the next forward pass,
-    while no more go.
+    A form, whose layers recompute as `recomputation` says, and besides: whether a step `trains_all` weights, or an
+    adapter over frozen ones; `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` slots that share
+    experts, and only `forward` passes. FSDP2 shards weights over `shards` slots (0: every slot has all of them, without
+    FSDP2), in `dp_replicate` copies, gathers them for every micro-batch's forward pass and again for its backward pass,
+    and sums gradients; what the form keeps whole it gathers or sums once a step. `weight_ranks` of a slot share its
+    weights (0: those of tp). In `free` mode both are once, and a micro-batch of padding more. Only the `target_share`
+    of the rows predict a token: others have no logits. In float8 layers multiply but for gradients of weights. Of a
+    rank's bytes on the host `streamed_bytes` of weights come for each pass, and `paged_bytes` come for an update,
+    behind the next forward pass, while no more go.
     """
 
-    recomputation: Recomputation = "none"
-    recomputed_layers: int = 0
-    frozen: bool = False
-    frozen_weights: FrozenWeights = "whole"
-    depths: int = 0
+    trains_all: bool = True
     bytes_per_number: int = 2
     tp: int = 1
     ep: int = 1
@@ -134,11 +127,7 @@ class CostSettings:
     free: bool = False
     weight_ranks: int = 0
     dp_replicate: int = 1
-    gathered_once: bool = False
-    summed_once: bool = False
     target_share: float = 1.0
-    float8: bool = False
-    compiled: Compiled = "none"
     forward: bool = False
     streamed_bytes: float = 0.0
     paged_bytes: float = 0.0
@@ -294,16 +283,16 @@ class Machine:
         taken off. Raises PlanError for a model that its configuration does not price.
         """
         settings = settings or CostSettings()
-        shape = ModelShape.of(model, depths=settings.depths)
+        shape = ModelShape.of(model, mtp_layers=settings.mtp_layers)
         kind = settings.recomputation
         count = settings.recomputed_layers
-        frozen = settings.frozen
+        frozen = not settings.trains_all
         share = recomputed_layer_share(shape, kind, count)
         cost = self._shape_cost(shape, settings.bytes_per_number)
         forward = self._add_row_seconds(cost, shape, settings, passes=3 * FORWARD_PASSES, products=3, saved=6)
         # Such passes are short: what the host takes to launch them counts, in place of a micro-batch's seconds.
         forward = replace(forward, micro_batch_seconds=0.0).forward_only()
-        packed = packed_weights_of_model(model, settings.frozen_weights) if frozen else PackedWeights()
+        packed = packed_weights_of_model(model, settings.frozen) if frozen else PackedWeights()
         forward = self._add_sharding_seconds(forward, shape, settings, 0.0, packed)
         on_host = settings.streamed_bytes or settings.paged_bytes
         if on_host:
@@ -332,7 +321,7 @@ class Machine:
         layer_weights = shape.weights - shape.hidden * shape.logits + shape.stored_experts - shape.expert_weights
         root_share = 1 - layer_weights / max(1, shape.stored_weights)
         # weights come; gradients go where some are made
-        copies = 1 if settings.frozen or cost.passes == "forward" else 2
+        copies = 1 if not settings.trains_all or cost.passes == "forward" else 2
         if cost.passes == "forward":  # without an update
             paged = 0.0
         return replace(
@@ -431,11 +420,11 @@ class Machine:
                 copies = self.weight_copy_seconds * (dense + experts) * (gathers + sums)
                 return copies + gathers * unpacking + shown * wire, (1 - shown) * wire
 
-            gathered = settings.gathered_once or settings.free
-            summed = settings.summed_once or settings.free
+            gathered = settings.free or not settings.reshard_after_forward
+            summed = settings.free or not settings.sync_each_batch
             # In every micro-batch there are one or two gathers and a sum, or those of them that do not come once a
             # step.
-            sums = 0 if forward or settings.frozen else 1
+            sums = 1 if settings.trains_all and not forward else 0
             sums_each = 0 if summed else sums
             gathers_each = 0 if gathered else 2
             shown, hidden = sharding_seconds(1 if forward else gathers_each, sums_each)
@@ -450,7 +439,7 @@ class Machine:
         exchanges = 2.0 if forward else 4.0 + 2.0 * recomputed
         row_seconds, exchange_latency = self._expert_exchange_seconds(shape, settings, exchanges)
         update = self.micro_batch_seconds
-        if not settings.frozen:
+        if settings.trains_all:
             weights = (dense + experts / expert_ranks) / max(1, width)  # of a rank's shard
             copies = settings.dp_replicate
             link = self.inside if copies * width <= self.node_size else self.across

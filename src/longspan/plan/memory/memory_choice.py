@@ -1,6 +1,6 @@
-"""The choice of the fastest plan of memory that fits: which settings and measures are tried, in which order.
+"""The choice of the fastest plan of memory that fits: which settings and policies are tried, in which order.
 
-The first layers of each stage have one measure and the others a faster one: as few of the first as fit.
+The first layers of each stage have one policy and the others a faster one: as few of the first as fit.
 """
 
 import math
@@ -14,8 +14,9 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plain_text import gib_text
 from longspan.plan.cost.machine import Machine
+from longspan.plan.form import CheckpointPolicy, FixedMemory
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
-from longspan.plan.memory.settings import CheckpointPolicy, FixedMemory, MemoryBudget, MemorySettings
+from longspan.plan.memory.settings import MemoryBudget, MemorySettings
 from longspan.plan.plan import Plan
 
 # rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all
@@ -95,7 +96,7 @@ def _too_little_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMem
     halved = leanest.offload_weights and host > budget.host and settings.parameter_bytes > 2
     smaller = ', model.dtype = "bfloat16" (half as many bytes on the host)' if halved else ""
     return PlanError(
-        f"the run does not fit {f'with {keys}' if keys else 'under any measure'}: with a slot of {leanest.rows:,} rows "
+        f"the run does not fit {f'with {keys}' if keys else 'under any policy'}: with a slot of {leanest.rows:,} rows "
         f"a rank needs at least {gib_text(device)} ({device:,} bytes) of a GPU that may fill "
         f"{gib_text(budget.device)} ({budget.device:,}), and {gib_text(host)} ({host:,}) of its host's "
         f"{gib_text(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer rows a slot "
@@ -122,7 +123,7 @@ def _segment_sizes_to_try(fixed: FixedMemory) -> list[int]:
     """List the layers of a segment that may be chosen: none first; where layers must keep all, only none."""
     if fixed.segment_layers is not None:
         return [fixed.segment_layers]
-    return [0, SEGMENT_LAYERS] if fixed.measure != "none" else [0]
+    return [0, SEGMENT_LAYERS] if fixed.activation_checkpointing != "none" else [0]
 
 
 def _weight_places_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[bool]:
@@ -134,17 +135,17 @@ def _weight_places_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[bool]:
         return [fixed.offload_weights]
     weights_stay = place.reason_for_weights_on_device or not place.settings.gpu
     states_stay = place.settings.trains_all and fixed.offload_optimizer_states is False
-    return [False] if weights_stay or states_stay or fixed.gathered_once else [False, True]
+    return [False] if weights_stay or states_stay or fixed.reshard_after_forward is False else [False, True]
 
 
 def memory_choices(
     needs: MemoryNeeds, fixed: FixedMemory
 ) -> Iterator[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
-    """Yield the choices in order: the needs under each setting, with each pair of a slower measure and a faster or
+    """Yield the choices in order: the needs under each setting, with each pair of a slower policy and a faster or
     equal one. "exchanged" equals "selective" where no load exchanges heads, and is left out.
     """
     exchanges = any(load.exchanged_rows for load in needs.loads)
-    words: list[CheckpointPolicy] = [word for word in fixed.measures if exchanges or word != "exchanged"]
+    words: list[CheckpointPolicy] = [word for word in fixed.checkpoint_policies if exchanges or word != "exchanged"]
     for settings in _settings_to_try(needs, fixed):
         changed = needs.with_settings(settings)
         for fast, slow in combinations_with_replacement(words, 2):
@@ -175,46 +176,51 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
             mlp_tile_tokens=tile_rows,
             offload_optimizer_states=states_move,
             offload_weights=weights_move,
-            gathered_once=gathered_once,
-            summed_once=summed_once,
+            reshard_after_forward=frees,
+            sync_each_batch=sums_each,
         )
-        for segments, tile_rows, (states_move, weights_move), (gathered_once, summed_once) in product(
+        for segments, tile_rows, (states_move, weights_move), (frees, sums_each) in product(
             _segment_sizes_to_try(fixed), tiles, on_host, _sharding_to_try(needs, fixed)
         )
-        if not (weights_move and gathered_once)  # weights that wait on the host are not kept whole
+        if frees or not weights_move  # weights that wait on the host are not kept whole
         if segments or tile_rows not in small_tiles
     ]
 
 
 def _sharding_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[bool, bool]]:
-    """List whether weights are gathered once a step, and gradients summed once: the fastest first. Gradients that are
-    summed once keep their weights whole too, so that these are gathered once.
+    """List whether weights are freed after each pass, and gradients summed in each micro-batch: the fastest first.
+    Gradients that are summed once keep their weights whole too, so that these are gathered once.
     """
     place = needs.places[0]
-    choices = [(False, False)]
+    choices = [(True, True)]
     if place.settings.shard_parameters and not place.always_whole:
-        choices = [(True, False), (False, False)]
+        choices = [(False, True), (True, True)]
         if place.micro_batches != 1:  # of one micro-batch gradients are summed once in any case
-            choices.insert(0, (True, True))
-    if fixed.gathered_once is not None:
-        choices = [(fixed.gathered_once, summed) for _, summed in choices]
-    if fixed.summed_once is not None:
-        choices = [(gathered, fixed.summed_once) for gathered, _ in choices]
-    return [*dict.fromkeys((gathered, summed) for gathered, summed in choices if gathered or not summed)]
+            choices.insert(0, (False, False))
+    if fixed.reshard_after_forward is not None:
+        choices = [(fixed.reshard_after_forward, sums_each) for _, sums_each in choices]
+    if fixed.sync_each_batch is not None:
+        choices = [(frees, fixed.sync_each_batch) for frees, _ in choices]
+    return [*dict.fromkeys((frees, sums_each) for frees, sums_each in choices if sums_each or not frees)]
 
 
 def _leanest_choices(
     needs: MemoryNeeds, fixed: FixedMemory
 ) -> list[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
-    """List the choices that need the least memory, as `memory_choices` gives them: under the measures that keep least,
+    """List the choices that need the least memory, as `memory_choices` gives them: under the policies that keep least,
     with what is sharded and not fixed gathered and summed each time, and the smallest tiles. In a model of few layers
     another choice may need about 1 % less.
     """
-    # the last measure of all, and the last of those that are not on the host
-    leanest_words = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}
-    words: list[CheckpointPolicy] = [word for word in fixed.measures if word in leanest_words]
-    once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
-    settings = _settings_to_try(needs, replace(fixed, **once))
+    # the last policy of all, and the last of those that are not on the host
+    policies = fixed.checkpoint_policies
+    leanest_words = {policies[-1], *[word for word in policies if "+" not in word][-1:]}
+    words: list[CheckpointPolicy] = [word for word in policies if word in leanest_words]
+    each_time = replace(
+        fixed,
+        reshard_after_forward=fixed.reshard_after_forward is not False,
+        sync_each_batch=fixed.sync_each_batch is not False,
+    )
+    settings = _settings_to_try(needs, each_time)
     tile_rows = {one.segment_layers: one.mlp_tile_tokens for one in settings}  # the last ones, which are the fewest
     leanest_settings = [one for one in settings if one.mlp_tile_tokens == tile_rows[one.segment_layers]]
     return [
@@ -245,11 +251,11 @@ def fit_with_fewest_slow_layers(
     budget: MemoryBudget,
     most: int = sys.maxsize,
 ) -> MemoryPlan | None:
-    """Return the plan that fits with the fewest layers of the slower measure in each stage, at least 1 and at most
-    `most`, if the measures differ; if they are the same, the plan of all layers under it. None if it does not fit
+    """Return the plan that fits with the fewest layers of the slower policy in each stage, at least 1 and at most
+    `most`, if the policies differ; if they are the same, the plan of all layers under it. None if it does not fit
     device and host.
 
-    More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;
+    More such layers take less of the device, and of the host too unless only the slower policy keeps tensors there;
     then the fewest that fit the device take least of the host. So halving finds the fewest.
     """
     low = high = max(len(place.stage.layers) for place in needs.places)
@@ -260,12 +266,12 @@ def fit_with_fewest_slow_layers(
     search_budget = replace(budget, host=sys.maxsize) if host_rises else budget
 
     def fits(count: int) -> bool:
-        return needs.measures_fit(needs.measures_of_layers(slow, count, fast), search_budget)
+        return needs.policies_fit(needs.policies_of_layers(slow, count, fast), search_budget)
 
     if not fits(high):
         return None
     while low < high:
         count = (low + high) // 2
         low, high = (low, count) if fits(count) else (count + 1, high)
-    memory = needs.under(needs.measures_of_layers(slow, low, fast))
+    memory = needs.under(needs.policies_of_layers(slow, low, fast))
     return memory if memory.fits(budget) else None

@@ -14,24 +14,18 @@ from longspan.errors import PlanError, plural
 from longspan.layout import Layout
 from longspan.plain_text import gib_text
 from longspan.plan.cost.cost import FORWARD_SHARE, Cost
-from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
+from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine
+from longspan.plan.form import CHECKPOINT_POLICIES, CheckpointPolicy, Form, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
 from longspan.plan.memory.model_numbers import ModelNumbers, Numbers, make_stages
-from longspan.plan.memory.settings import (
-    CHECKPOINT_POLICIES,
-    CHOSEN_SETTINGS,
-    Bytes,
-    CheckpointPolicy,
-    MemoryBudget,
-    MemorySettings,
-)
+from longspan.plan.memory.settings import Bytes, MemoryBudget, MemorySettings
 from longspan.plan.memory.stage_bytes import StageBytes
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape
 
 MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/process_groups.py)
-_MEASURE_TEXTS = {
+_POLICY_TEXTS = {
     "none": "keep all",
     "exchanged": "keep their input, attention's output and what was exchanged",
     "selective": "keep their input and attention's output",
@@ -41,28 +35,22 @@ _MEASURE_TEXTS = {
 }
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan(Form):
     """What a run needs of the rank that needs most, and what its layers keep.
 
     >>> plan = plan_fixed([262144], Layout(4), cp=4)
     >>> memory = MemoryPlan.of("Qwen3-8B/config.json", home, plan, MemorySettings(), "selective")  # doctest: +SKIP
     >>> memory.device.total  # doctest: +SKIP
 
-    `measures` has a word for each decoder layer, depths of multi-token prediction last; `rows` are the most of a slot
-    in one micro-batch. `device` is at the moment at which most is held, `host` all that waits there.
+    A form whose `checkpoint_policies` has a word for each layer; `rows` are the most of a slot in one micro-batch.
+    `device` is at the moment at which most is held, `host` all that waits there.
     """
 
     device: Bytes
     host: Bytes
-    measures: tuple[CheckpointPolicy, ...]
+    checkpoint_policies: tuple[CheckpointPolicy, ...] = ()
     rows: int
-    gathered_once: bool = False
-    summed_once: bool = False
-    offload_optimizer_states: bool = False
-    offload_weights: bool = False
-    mlp_tile_tokens: int = 0
-    segment_layers: int = 0
 
     @classmethod
     def of(
@@ -71,87 +59,73 @@ class MemoryPlan:
         home: Layout,
         plan: Plan | Sequence[Plan],
         settings: MemorySettings,
-        measures: str | Sequence[str],
+        policies: str | Sequence[str],
         *,
         machine: Machine | None = None,
     ) -> "MemoryPlan":
-        """Count the memory of a run of one plan or several: `measures` is a word for all layers, or one for each.
+        """Count the memory of a run of one plan or several: `policies` is a word for all layers, or one for each.
 
         Words are "none", "exchanged", "selective", "full", "selective+host" and "full+host": what a layer keeps, as at
         `CheckpointPolicy`, and whether that waits on the host.
         `config` is a transformers configuration, object or dict, a config.json or its folder. `machine` decides which
-        communication type "auto" is (None: an H200). Raises PlanError for a model or measures that it cannot read.
+        communication type "auto" is (None: an H200). Raises PlanError for a model or policies that it cannot read.
         """
-        return MemoryNeeds.of(config, home, plan, settings, machine=machine).under(measures)
+        return MemoryNeeds.of(config, home, plan, settings, machine=machine).under(policies)
 
     def fits(self, budget: MemoryBudget) -> bool:
         return self.device.total <= budget.device and self.host.total <= budget.host
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
         """Return the settings of a cost under this plan, whose recomputed layers all keep what most of them keep."""
-        return replace(
-            settings,
-            recomputed_layers=len(self.measures) - self.measures.count("none"),
-            gathered_once=self.gathered_once,
-            summed_once=self.summed_once,
-            recomputation=self.recomputation,
-            streamed_bytes=self.host.weights,
-            paged_bytes=self.paged_bytes,
-        )
+        return replace(settings.with_form(self), streamed_bytes=self.host.weights, paged_bytes=self.paged_bytes)
 
     @property
     def paged_bytes(self) -> int:
         """Bytes that an update copies from the host (states, weights, gradients); at most as many go back meanwhile."""
         return self.host.states + 2 * self.host.gradients
 
-    @property
-    def recomputation(self) -> Recomputation:
-        """What most of the recomputed layers keep, on device or host; "none" where none is recomputed."""
-        kinds = [word.partition("+")[0] for word in self.measures if word != "none"]
-        return max(kinds, key=kinds.count, default="none")  # pyright: ignore[reportReturnType]
-
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
         """Return in one line what layers keep, what else the plan chose, and the bytes that it fills; with a budget, of
         how many bytes of the device.
         """
-        extras = [once_a_step_text(self.gathered_once, self.summed_once)]
+        extras = [once_a_step_text(self)]
         if self.offload_optimizer_states:
             extras.append(", states on the host")
         if self.offload_weights:
             extras.append(", weights on the host")
         if self.mlp_tile_tokens:
             extras.append(f", MLPs in tiles of {self.mlp_tile_tokens:,} rows")
-        layers = min(self.segment_layers, len(self.measures))
+        layers = min(self.segment_layers, len(self.checkpoint_policies))
         if layers:
             extras.append(f", segments of {plural(layers, 'layer')}")
         used = gib_text(self.device.total)
         if budget:
             used = used.removesuffix(" GiB") + f" of {gib_text(budget.device)}"
         host = f"{gib_text(self.host.total)} of host memory"
-        return f"memory: {measures_text(self.measures)}{''.join(extras)}; {used} used, and {host}"
+        return f"memory: {policies_text(self.checkpoint_policies)}{''.join(extras)}; {used} used, and {host}"
 
     def to_json(self) -> dict[str, Any]:
         device = self.device.to_json()
         host = self.host.to_json()
-        return vars(self) | {"device": device, "host": host, "measures": list(self.measures)}
+        return vars(self) | {"device": device, "host": host, "checkpoint_policies": list(self.checkpoint_policies)}
 
 
-def once_a_step_text(gathered: bool, summed: bool) -> str:
+def once_a_step_text(form: Form) -> str:
     """Return in words, which follow others, whether weights are gathered and gradients summed once a step; "" if
     weights are gathered for each micro-batch, as gradients are then summed each time too.
     """
-    if not gathered:
+    if form.reshard_after_forward:
         return ""
-    return ", weights gathered and gradients summed once" if summed else ", weights gathered once"
+    return ", weights gathered once" if form.sync_each_batch else ", weights gathered and gradients summed once"
 
 
-def measures_text(measures: Sequence[object]) -> str:
-    """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input"; `measures` has a word of
+def policies_text(policies: Sequence[object]) -> str:
+    """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input"; `policies` has a word of
     `CheckpointPolicy` for each layer.
     """
-    words = [str(word) for word in measures]
+    words = [str(word) for word in policies]
     counts = Counter(words)
-    parts = [f"{counts[word]} {_MEASURE_TEXTS.get(word, word)}" for word in sorted(counts, key=words.index)]
+    parts = [f"{counts[word]} {_POLICY_TEXTS.get(word, word)}" for word in sorted(counts, key=words.index)]
     # the first space stands behind the first count
     return ", ".join(parts).replace(" ", f" of {len(words)} layers ", 1)
 
@@ -179,23 +153,20 @@ class MemoryModel:
 
     @cached_property
     def shape(self) -> ModelShape:
-        return ModelShape.of(self.config, depths=self.settings.depths)
+        return ModelShape.of(self.config, mtp_layers=self.settings.mtp_layers)
 
     @cached_property
     def layer_costs(self) -> dict[Recomputation, Cost]:
         """The cost of a slot where all layers keep all ("none"), "selective" or "full"."""
         settings = self.settings
         tp = self.home.tp
-        costs = CostSettings(
-            depths=settings.depths,
-            frozen=not settings.trains_all,
-            float8=settings.float8,
-            compiled=settings.compiled if settings.gpu and tp == 1 else "none",
-            ep=self.home.ep,
-        )
+        costs = CostSettings(trains_all=settings.trains_all, ep=self.home.ep).with_form(settings)
+        if not settings.gpu or tp > 1:
+            costs = replace(costs, compiled="none")
         kinds: tuple[Recomputation, ...] = ("none", "selective", "full")
         return {
-            kind: self.machine.cost(self.config, replace(costs, recomputation=kind)).shared_by(tp) for kind in kinds
+            kind: self.machine.cost(self.config, replace(costs, checkpoint_policies=kind)).shared_by(tp)
+            for kind in kinds
         }
 
     def needs(self, plans: Sequence[Plan]) -> "MemoryNeeds":
@@ -265,10 +236,10 @@ class MemoryNeeds:
         """Return these needs under settings that differ in those that a plan of memory chooses."""
         return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
 
-    def measures_of_layers(
+    def policies_of_layers(
         self, first: CheckpointPolicy, count: int, others: CheckpointPolicy
     ) -> tuple[CheckpointPolicy, ...]:
-        """Return a measure for each layer: `first` for the first `count` layers of every pipeline stage, `others` for
+        """Return a policy for each layer: `first` for the first `count` layers of every pipeline stage, `others` for
         the rest.
         """
         words: list[CheckpointPolicy] = [others] * self.layers
@@ -277,39 +248,38 @@ class MemoryNeeds:
                 words[layer] = first
         return tuple(words)
 
-    def under(self, measures: str | Sequence[str]) -> MemoryPlan:
-        """Return the plan of memory where layers keep what `measures` says: a word for all, or one for each.
+    def under(self, policies: str | Sequence[str]) -> MemoryPlan:
+        """Return the plan of memory where layers keep what `policies` says: a word for all, or one for each.
 
-        Raises PlanError for a word that is no measure, and for another number of words than layers.
+        Raises PlanError for a word that is no policy, and for another number of words than layers.
         """
         settings = self.places[0].settings
         known: dict[str, CheckpointPolicy] = {str(word): word for word in CHECKPOINT_POLICIES}
-        layer_words = (measures,) * self.layers if isinstance(measures, str) else tuple(measures)
+        layer_words = (policies,) * self.layers if isinstance(policies, str) else tuple(policies)
         if unknown := [word for word in layer_words if word not in known]:
             raise PlanError(f"a layer keeps {unknown[0]!r}; use one of {', '.join(CHECKPOINT_POLICIES)}")
         if (count := len(layer_words)) != self.layers:
             raise PlanError(
-                f"{count} measures were given for {self.layers} layers, depths included; give one a layer"
+                f"{count} policies were given for {self.layers} layers, those of mtp included; give one a layer"
             )
         words: tuple[CheckpointPolicy, ...] = tuple(known[word] for word in layer_words)
-        return MemoryPlan(
+        plan = MemoryPlan(
             device=max((p.most_bytes(self.loads, words) for p in self.places), key=lambda moment: moment.total),
             host=max(self._host_bytes(words), key=lambda host: host.total),
-            measures=words,
             rows=max(load.rows for load in self.loads),
-            **{name: getattr(settings, name) for name in CHOSEN_SETTINGS},
         )
+        return plan.with_form(replace(settings.form, checkpoint_policies=words))
 
-    def measures_fit(self, measures: Sequence[CheckpointPolicy], budget: MemoryBudget) -> bool:
-        """Return whether a plan of these measures fits; counting ends at the first moment that does not."""
+    def policies_fit(self, policies: Sequence[CheckpointPolicy], budget: MemoryBudget) -> bool:
+        """Return whether a plan of these policies fits; counting ends at the first moment that does not."""
         for place in self.places:
             room = budget.device - place.resident_bytes.total
-            if any(moment.total > room for moment in place.moments(self.loads, measures)):
+            if any(moment.total > room for moment in place.moments(self.loads, policies)):
                 return False
-        return all(host.total <= budget.host for host in self._host_bytes(measures))
+        return all(host.total <= budget.host for host in self._host_bytes(policies))
 
-    def _host_bytes(self, measures: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
-        return (place.host_bytes(self.loads, measures) for place in self.places)
+    def _host_bytes(self, policies: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
+        return (place.host_bytes(self.loads, policies) for place in self.places)
 
 
 TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H200, 128K to 512K rows)
@@ -333,16 +303,17 @@ class MemoryPrices:
         host.
         """
         on_host = self.update_seconds(memory) + self.streaming_seconds(memory)
-        return self.seconds_on_device(memory, memory.measures) + on_host
+        return self.seconds_on_device(memory, memory.checkpoint_policies) + on_host
 
     def seconds_beyond_settings(self, memory: MemoryPlan) -> float:
-        """Return the seconds that `MemoryPlan.cost_settings` leaves out, which knows one measure for all layers that
-        recompute: how much longer the plan's own measures take in the largest micro-batch than that one, copies to the
+        """Return the seconds that `MemoryPlan.cost_settings` leaves out, which knows one policy for all layers that
+        recompute: how much longer the plan's own policies take in the largest micro-batch than that one, copies to the
         host included; negative where they take less.
         """
         word: CheckpointPolicy = memory.recomputation
-        one_measure: list[CheckpointPolicy] = ["none" if measure == "none" else word for measure in memory.measures]
-        return self.seconds_on_device(memory, memory.measures) - self.seconds_on_device(memory, one_measure)
+        policies = memory.checkpoint_policies
+        one_policy: list[CheckpointPolicy] = ["none" if policy == "none" else word for policy in policies]
+        return self.seconds_on_device(memory, policies) - self.seconds_on_device(memory, one_policy)
 
     def update_seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds of an update's copies, without those that hide behind the next forward pass, where weights
@@ -381,23 +352,23 @@ class MemoryPrices:
         shown += max(0.0, later_copy - backward) * (1 - 1 / place.micro_batches)
         return len(place.stage.layers) * shown + root_bytes / self.machine.paging_bytes_per_second
 
-    def seconds_on_device(self, choice: MemoryPlan | MemorySettings, measures: Sequence[CheckpointPolicy]) -> float:
-        """Return the seconds of layers and of gathers where layers keep what `measures` say and the rest is as in
+    def seconds_on_device(self, choice: Form, policies: Sequence[CheckpointPolicy]) -> float:
+        """Return the seconds of layers and of gathers where layers keep what `policies` say and the rest is as in
         `choice`.
         """
-        layers = sum(map(self.layer_prices(choice).__getitem__, measures))
+        layers = sum(map(self.layer_prices(choice).__getitem__, policies))
         # all but the last layer of a segment run forward once more, attention included, as untiled layers do
         if choice.segment_layers > 1:
-            layers_run_again = sum(word != "none" for word in measures) * (1 - 1 / choice.segment_layers)
+            layers_run_again = sum(word != "none" for word in policies) * (1 - 1 / choice.segment_layers)
             layers += layers_run_again * self._layer_seconds[False]["full"]
         return layers + self._sharding_seconds(choice)
 
-    def layer_prices(self, choice: MemoryPlan | MemorySettings) -> dict[str, float]:
-        """Return the seconds that each measure adds to a layer."""
+    def layer_prices(self, choice: Form) -> dict[str, float]:
+        """Return the seconds that each policy adds to a layer."""
         return self._layer_seconds[bool(choice.mlp_tile_tokens)]
 
     def least_seconds(self, needs: MemoryNeeds, words: Sequence[CheckpointPolicy]) -> float:
-        """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures."""
+        """Return the least seconds that a plan of these needs may add, if each layer keeps one of these policies."""
         settings = needs.places[0].settings
         # the terms of `seconds` in the same order, or smaller ones: no plan is below it by rounding either
         fastest = min(map(self.layer_prices(settings).__getitem__, words))
@@ -406,7 +377,7 @@ class MemoryPrices:
     def most_slow_layers(
         self, needs: MemoryNeeds, slow: CheckpointPolicy, fast: CheckpointPolicy, seconds: float
     ) -> int:
-        """Return how many layers of a stage may have the slower of two measures if they may add at most `seconds` to
+        """Return how many layers of a stage may have the slower of two policies if they may add at most `seconds` to
         the seconds that these layers take under the faster one. It is never too few, and may be one too many.
         """
         layer_seconds = self.layer_prices(needs.places[0].settings)
@@ -417,7 +388,7 @@ class MemoryPrices:
 
     @cached_property
     def _layer_work(self) -> tuple[float, dict[str, float]]:
-        """Seconds of a layer that keeps all; and those that each measure adds to them, by computing and exchanging
+        """Seconds of a layer that keeps all; and those that each policy adds to them, by computing and exchanging
         again: queries, keys and values under "selective", the output too under "full". The load is taken for a slot's
         part of equally long documents, half as many as it has runs (zigzag gives a slot two of each). If its rows are
         in groups of several slots, these are taken to be of all slots.
@@ -449,7 +420,7 @@ class MemoryPrices:
 
     @cached_property
     def _layer_seconds(self) -> dict[bool, dict[str, float]]:
-        """Seconds that each measure adds to a layer, where its MLP does not run in tiles (False) and where it does
+        """Seconds that each policy adds to a layer, where its MLP does not run in tiles (False) and where it does
         (True). A copy to the host may hide behind the forward pass, a third of a layer's time, and the copy back behind
         the rest; of what hides SHOWN_SHARE counts. A tiled MLP runs forward again: a tiled layer that keeps all counts
         as one under "exchanged".
@@ -473,7 +444,7 @@ class MemoryPrices:
         """The parameters of all layers of the model, of all stages together."""
         return sum(self.place.numbers.layers, Numbers())
 
-    def _sharding_seconds(self, choice: MemoryPlan | MemorySettings) -> float:
+    def _sharding_seconds(self, choice: Form) -> float:
         """Seconds of a micro-batch's gathers of weights and sum of gradients, as far as they do not hide behind other
         work; what comes once a step counts in equal parts for its micro-batches. 0 where they are unsharded, or always
         whole.
@@ -482,8 +453,8 @@ class MemoryPrices:
         once = 1 / place.micro_batches
         if not place.settings.shard_parameters or place.always_whole:
             return 0.0
-        gathers = once if choice.gathered_once else 2.0
-        sums = once if choice.summed_once else 1.0
+        gathers = 2.0 if choice.reshard_after_forward else once
+        sums = 1.0 if choice.sync_each_batch else once
         settings = place.settings
         layers = self._all_layers
         gathered = layers.whole + (layers.packed_bytes / settings.compute_bytes - layers.packed)

@@ -120,7 +120,7 @@ class ModelNumbers:
             trained = weights * settings.trains_all
             return Numbers(weights, trained, weights, trained)
 
-        form = None if settings.trains_all else find_packed_form(config, settings.frozen_weights)
+        form = None if settings.trains_all else find_packed_form(config, settings.frozen)
         numbers_of_kinds = {
             kind: _count_layer_parameters(read, kind, mixer, home, settings, form) for kind in dict.fromkeys(kinds)
         }
@@ -132,7 +132,7 @@ class ModelNumbers:
         head = matrix_numbers(hidden * vocabulary / home.tp)
         tied = ConfigReader.read_whole_model(config).ties_embeddings
         first, *others = (_count_layer_parameters(read, kind, mixer, home, settings, None) for kind in of_depth)
-        depths = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.depths
+        mtp_layers = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.mtp_layers
         tower = Numbers()
         shape = None
         if settings.encoder_rows:
@@ -143,8 +143,8 @@ class ModelNumbers:
             trained = {"all": weights, "projector": shape.projector_weights, "none": 0}[settings.encoder_trained]
             tower = Numbers(weights, trained, weights, trained)
         return cls(
-            kinds=kinds + of_depth * settings.depths,
-            layers=(*layers, *depths),
+            kinds=kinds + of_depth * settings.mtp_layers,
+            layers=(*layers, *mtp_layers),
             decoder_layers=len(kinds),
             depth_layers=len(of_depth),
             head=head.freeze(settings.frozen_names, *_ENDS, least=1 if tied else 2),

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
-from typing import Literal, get_args
+from typing import Literal
 
-from longspan.errors import PlanError
 from longspan.plan.check import check_count
-from longspan.plan.cost.machine import Compiled
-from longspan.plan.shape.packed import FrozenWeights
+from longspan.plan.form import Form
 
 GPU_SHARE = 0.92  # of a GPU's free memory, which a run may fill
 HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading documents, and for saving
@@ -55,10 +53,6 @@ def bytes_hint(size: int) -> str:
     return f"it is a number of bytes, and fewer than a CUDA context takes; {meant} GiB are {meant << 30}"
 
 
-CheckpointPolicy = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
-# What a decoder layer keeps from its forward to its backward pass, fastest first: all; its input, attention's output
-# and log-sum-exp, and what a2a types exchanged; the same without what was exchanged; its input; these on the host.
-CHECKPOINT_POLICIES: tuple[CheckpointPolicy, ...] = get_args(CheckpointPolicy)
 STATE_BUCKET_BYTES = 256 << 20
 """States in a bucket that an update copies from the host, of which two are on the device: 5 ms of a bus of 55 GB/s, a
 thousand times what it takes to start a copy."""
@@ -93,21 +87,18 @@ def _keys_are_repeated() -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemorySettings:
+class MemorySettings(Form):
     """What of a run decides its bytes; the defaults are float32 masters under AdamW, computed in bfloat16 on GPUs.
 
     >>> MemorySettings(parameter_bytes=2, lora_rank=16).trains_all
     False
 
-    A weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the optimizer (embedding
-    and head have one more with `muon`). Layers of which patterns of `frozen_names` (train.freeze) meet all names have
-    neither; nor have embedding and head where both are met (one, if they are tied). Numbers of activations and gathered
-    weights have `compute_bytes`. Adapters of `lora_rank` (0: none) on the linears `lora_targets` (none named: every
-    linear of decoder layers) have `adapter_bytes` a number; the weights that these leave lie as `frozen_weights` says
-    (model.frozen). There are `depths` of multi-token prediction. `gathered_once` keeps weights whole through a step,
-    and `summed_once`, which needs that, gradients too, as `free` mode does. Under `offload_weights` weights wait on the
-    host, with their gradients and states; adapters stay on the device with theirs. `segment_layers` neighbouring layers
-    that recompute keep one input together (0 or 1: each its own). On a `gpu` there are a context and communicators;
+    A form, and besides: a weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the
+    optimizer (embedding and head have one more with `muon`). Layers of which patterns of `frozen_names` (train.freeze)
+    meet all names have neither; nor have embedding and head where both are met (one, if they are tied). Numbers of
+    activations and gathered weights have `compute_bytes`. Adapters of `lora_rank` (0: none) on the linears
+    `lora_targets` (none named: every linear of decoder layers) have `adapter_bytes` a number. In `free` mode weights
+    and gradients are whole through a step, whatever the form says. On a `gpu` there are a context and communicators;
     state-space layers scan by its `scan_kernels`, else in float32, and take keys and queries once a value head where
     `keys_are_repeated`, as by the transformers that is installed. Of images a slot encodes `encoder_rows` rows in a
     step, or, `encoder_recomputed`, in a wave (0: no encoder). The others are as in `prepare`, [train] and [parallel].
@@ -121,24 +112,13 @@ class MemorySettings:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     adapter_bytes: int = 4
-    frozen_weights: FrozenWeights = "whole"
-    depths: int = 0
     shard_parameters: bool = True
-    gathered_once: bool = False
-    summed_once: bool = False
-    offload_optimizer_states: bool = False
-    offload_weights: bool = False
-    mlp_tile_tokens: int = 0
-    segment_layers: int = 0
     loss_chunk_rows: int = 0
     vpp: int = 1
     free: bool = False
-    sequence_parallel: bool = False
     gpu: bool = True
     scan_kernels: bool = True
     keys_are_repeated: bool = field(default_factory=_keys_are_repeated)
-    float8: bool = False
-    compiled: Compiled = "none"
     encoder_rows: int = 0
     encoder_recomputed: bool = False
     encoder_trained: Literal["all", "projector", "none"] = "all"
@@ -146,8 +126,9 @@ class MemorySettings:
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "compute_bytes", "adapter_bytes", "vpp"):
             check_count(f"{name} of memory settings", getattr(self, name))
-        for name in ("lora_rank", "depths", "mlp_tile_tokens", "segment_layers", "loss_chunk_rows", "encoder_rows"):
+        for name in ("lora_rank", "loss_chunk_rows", "encoder_rows"):
             check_count(f"{name} of memory settings", getattr(self, name), least=0)
+        self.check_counts("memory settings")
 
     @property
     def trains_all(self) -> bool:
@@ -171,62 +152,6 @@ class MemorySettings:
     def reduce_bytes(self) -> int:
         """Bytes of a number of a gradient while it is summed over slots: float32 at least."""
         return max(4, self.weight_bytes)
-
-
-# of these settings, those that a plan of memory chooses
-CHOSEN_SETTINGS = (
-    "gathered_once",
-    "summed_once",
-    "offload_optimizer_states",
-    "offload_weights",
-    "mlp_tile_tokens",
-    "segment_layers",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedMemory:
-    """Keys of memory that are given by hand, and are not chosen; None leaves a key to the choice.
-
-    >>> FixedMemory(measure="selective", offload=False).measures
-    ('exchanged', 'selective')
-
-    `measure` ("none", "selective" or "full") is what layers keep. `offload` moves that to the host, or does not.
-    """
-
-    measure: str | None = None
-    offload: bool | None = None
-    gathered_once: bool | None = None
-    summed_once: bool | None = None
-    offload_optimizer_states: bool | None = None
-    offload_weights: bool | None = None
-    mlp_tile_tokens: int | None = None
-    segment_layers: int | None = None
-
-    @property
-    def measures(self) -> tuple[CheckpointPolicy, ...]:
-        """The measures that layers may have, in the order of CHECKPOINT_POLICIES. Raises PlanError where the keys
-        leave none.
-
-        "none" and "exchanged" have no form on the host: with `offload` true "none" is a choice only if `measure` is not
-        fixed, for the layers that fit without moving. "exchanged" is a form of "selective".
-        """
-        measures: list[CheckpointPolicy] = [
-            word for word in CHECKPOINT_POLICIES if self.measure is None or word.partition("+")[0] == self.measure
-        ]
-        if self.offload is not None:
-            may_keep_all = self.measure is None
-            measures = [
-                word for word in measures if ("+" in word) == self.offload or (word == "none" and may_keep_all)
-            ]
-        if self.measure == "selective" and not self.offload:
-            measures.append("exchanged")
-        if not measures:
-            raise PlanError(
-                f"no measure keeps {self.measure!r} with offload {self.offload}; use one of "
-                f"{', '.join(CHECKPOINT_POLICIES)}"
-            )
-        return tuple(sorted(measures, key=CHECKPOINT_POLICIES.index))
 
 
 @dataclass(frozen=True, kw_only=True)

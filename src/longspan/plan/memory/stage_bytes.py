@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from longspan.layout import Layout
+from longspan.plan.form import CheckpointPolicy
 from longspan.plan.memory.layer_table import LayerTable, SlotLoad
 from longspan.plan.memory.model_numbers import ModelNumbers, Numbers, StageLayers
 from longspan.plan.memory.settings import (
     BUNDLE_NUMBERS,
     STATE_BUCKET_BYTES,
     Bytes,
-    CheckpointPolicy,
     MemorySettings,
     places_in_layer_segments,
 )
@@ -42,7 +42,7 @@ _Key = tuple[SlotLoad, CheckpointPolicy, int]  # the rows of a tile last
 
 
 class LayerBytes(NamedTuple):
-    """What a layer keeps of a load under a measure, on device and host, and what its backward pass holds besides."""
+    """What a layer keeps of a load under a policy, on device and host, and what its backward pass holds besides."""
 
     kept: float = 0.0
     host: float = 0.0
@@ -68,7 +68,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class StageBytes:
-    """A rank of a home at one pipeline position: what it holds, for any load and measures. At most `in_flight` of a
+    """A rank of a home at one pipeline position: what it holds, for any load and policies. At most `in_flight` of a
     step's `micro_batches` wait for backward; a slot is in `groups` groups that have communicators of their own.
     `layers_so_far` remembers what `layer_bytes` counted.
     """
@@ -102,13 +102,18 @@ class StageBytes:
         """Whether FSDP2's weights and gradients are whole through all micro-batches of a step, by choice or always. The
         choice does not count in a step of one micro-batch, whose gradients are summed layer by layer in any case.
         """
-        summed_once = self.settings.summed_once and self.settings.shard_parameters and self.micro_batches > 1
-        return self.always_whole or summed_once
+        settings = self.settings
+        by_choice = settings.shard_parameters and self.micro_batches > 1 and not settings.sync_each_batch
+        return self.always_whole or by_choice
 
     @property
     def keeps_weights_unsharded(self) -> bool:
         """Whether FSDP2's weights, but not its gradients, are whole between micro-batches."""
-        return self.settings.gathered_once and self.micro_batches > 1 and not self.keeps_gradients_unsharded
+        return (
+            self.micro_batches > 1
+            and not self.settings.reshard_after_forward
+            and not self.keeps_gradients_unsharded
+        )
 
     @property
     def hidden_row_bytes(self) -> int:
@@ -145,7 +150,7 @@ class StageBytes:
             f"parallel.pp is {home.pp}, whose stages keep their weights": home.pp > 1,
             'context.mode is "free", which gathers all weights at once': settings.free,
             f"parallel.dp_replicate is {home.dp_replicate}, which sums over copies": home.dp_replicate > 1,
-            "parallel.reshard_after_forward is false, which keeps weights gathered": settings.gathered_once,
+            "parallel.reshard_after_forward is false, which keeps weights gathered": not settings.reshard_after_forward,
             "FSDP2 does not shard the weights (shard_parameters)": not settings.shard_parameters,
             "an image encoder has a home of its own": self.numbers.tower_shape is not None,
             "model.frozen packs the weights, which stay on the device": self.stage.all.packed > 0,
@@ -155,12 +160,12 @@ class StageBytes:
     @property
     def trained_on_host(self) -> bool:
         """Whether trained weights wait on the host, with their gradients and states: all but adapters."""
-        return self.settings.offload_weights and self.settings.trains_all
+        return self.settings.trained_on_host(trains_all=self.settings.trains_all)
 
     @property
     def states_on_host(self) -> bool:
         """Whether the optimizer's states wait on the host, by themselves or with trained weights."""
-        return self.settings.offload_optimizer_states or self.trained_on_host
+        return self.settings.states_on_host(trains_all=self.settings.trains_all)
 
     def weight_bytes(self, numbers: Numbers, *, on_host: bool) -> float:
         """Return the bytes of this rank's shards of these weights on the host, or of those on the device."""
@@ -230,16 +235,16 @@ class StageBytes:
         copies_at_sum = 3 if self.shard_count == 1 else 1 + 1 / self.shard_count
         return max(gradients + sent, sent * copies_at_sum)
 
-    def layer_bytes(self, load: SlotLoad, measure: CheckpointPolicy) -> tuple[LayerBytes, ...]:
-        """Return what each layer of this stage keeps of a load and holds while it runs, if all have this measure;
-        counted once for each load, measure and size of tiles. A layer that recomputes holds what it did not keep when
+    def layer_bytes(self, load: SlotLoad, policy: CheckpointPolicy) -> tuple[LayerBytes, ...]:
+        """Return what each layer of this stage keeps of a load and holds while it runs, if all have this policy;
+        counted once for each load, policy and size of tiles. A layer that recomputes holds what it did not keep when
         it runs backward. The first layer of a depth of prediction also keeps the tensors around the depth's layers.
         """
-        key = load, measure, self.settings.mlp_tile_tokens
+        key = load, policy, self.settings.mlp_tile_tokens
         if key in self.layers_so_far:
             return self.layers_so_far[key]
         numbers = self.numbers
-        word, _, host = measure.partition("+")
+        word, _, host = policy.partition("+")
         table = LayerTable(self.read, self.settings, load, self.home.tp, self.home.ep, lean=word == "selective")
         of_kinds = dict[tuple[LayerKind, bool], LayerBytes]()
         layers = list[LayerBytes]()
@@ -263,11 +268,11 @@ class StageBytes:
         self.layers_so_far[key] = tuple(layers)
         return self.layers_so_far[key]
 
-    def waiting_bytes(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
+    def waiting_bytes(self, load: SlotLoad, policies: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
         """Return what each layer of this stage keeps from its forward pass until it, or its segment, runs backward. The
-        first layer of a segment keeps its input, on the host if its measure says so, and the others keep nothing.
+        first layer of a segment keeps its input, on the host if its policy says so, and the others keep nothing.
         """
-        words: list[CheckpointPolicy] = [measures[i] for i in self.stage.layers]
+        words: list[CheckpointPolicy] = [policies[i] for i in self.stage.layers]
         if self.settings.segment_layers <= 1:
             return self._bytes_under(load, words)
         inputs: dict[CheckpointPolicy, CheckpointPolicy] = {"selective+host": "full+host", "full+host": "full+host"}
@@ -276,7 +281,7 @@ class StageBytes:
         return [LayerBytes() if place else layer for place, layer in zip(places, kept, strict=True)]
 
     def _bytes_under(self, load: SlotLoad, words: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
-        """Return the bytes of each layer of this stage under its own measure, one of `words` in their order."""
+        """Return the bytes of each layer of this stage under its own policy, one of `words` in their order."""
         tables = {word: self.layer_bytes(load, word) for word in dict.fromkeys(words)}
         return [tables[word][place] for place, word in enumerate(words)]
 
@@ -314,7 +319,7 @@ class StageBytes:
         number = settings.compute_bytes * sharded
         # float8 copies of layers (rows and columns) stay where the weights do
         stay = self.keeps_gradients_unsharded or not sharded or self.keeps_weights_unsharded
-        float8 = 2.0 * (settings.float8 and stay)
+        float8 = 2.0 * bool(settings.float8 and stay)
         layers = [self.numbers.layers[i] for i in self.stage.layers]
         whole = [layer.whole * (number + float8) for layer in layers]
         packed = [layer.packed_bytes * sharded for layer in layers]
@@ -324,13 +329,13 @@ class StageBytes:
         ]
         return whole, sent, packed, [*map(self.summing_bytes, layers)], [*map(self.gradient_bytes, layers)]
 
-    def most_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
+    def most_bytes(self, loads: Sequence[SlotLoad], policies: Sequence[CheckpointPolicy]) -> Bytes:
         """Return the bytes at the moment at which most is held."""
-        return self._bytes_at(max(self.moments(loads, measures), key=lambda moment: moment.total))
+        return self._bytes_at(max(self.moments(loads, policies), key=lambda moment: moment.total))
 
-    def bytes_at_moments(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
+    def bytes_at_moments(self, loads: Sequence[SlotLoad], policies: Sequence[CheckpointPolicy]) -> Iterator[Bytes]:
         """Yield the bytes at the update, and at the moments of a micro-batch of each of these loads."""
-        return map(self._bytes_at, self.moments(loads, measures))
+        return map(self._bytes_at, self.moments(loads, policies))
 
     def _bytes_at(self, moment: Moment) -> Bytes:
         """Return the bytes of a moment with those that are always there, each rounded down."""
@@ -338,7 +343,7 @@ class StageBytes:
         resident = self.resident_bytes
         return replace(resident, communicators=resident.communicators + sizes.pop("reserved"), **sizes)
 
-    def moments(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Iterator[Moment]:
+    def moments(self, loads: Sequence[SlotLoad], policies: Sequence[CheckpointPolicy]) -> Iterator[Moment]:
         """Yield what is held besides `resident_bytes`: first at the update, then at the moments of a micro-batch of
         each of these loads.
         """
@@ -348,9 +353,9 @@ class StageBytes:
         all_gradients = int(self.gradient_bytes(self.stage.all)) * (not self.trained_on_host)
         yield Moment(gradients=all_gradients, gathered=gathered)
         for load in loads:
-            yield from self._moments_of_micro_batch(load, measures)
+            yield from self._moments_of_micro_batch(load, policies)
 
-    def _moments_of_micro_batch(self, load: SlotLoad, measures: Sequence[CheckpointPolicy]) -> Iterator[Moment]:
+    def _moments_of_micro_batch(self, load: SlotLoad, policies: Sequence[CheckpointPolicy]) -> Iterator[Moment]:
         """Yield what is held at the loss; at each layer i, the last first, as it runs backward and as its gradients are
         summed; at the last sums; and as encoders run backward. At layer i it is
 
@@ -380,7 +385,7 @@ class StageBytes:
         keeps_gradients_unsharded = self.keeps_gradients_unsharded
         keeps_weights_unsharded = self.keeps_weights_unsharded
         in_place = keeps_gradients_unsharded or not sharded  # all weights and gradients are whole
-        waiting = self.waiting_bytes(load, measures)
+        waiting = self.waiting_bytes(load, policies)
         number = settings.compute_bytes * sharded
         whole, sent_whole, packed, summing, shards = self._layer_weights
         all_whole = sum(whole)
@@ -399,16 +404,16 @@ class StageBytes:
         arrives = self.shard_count > 1  # weights come from other slots, in a tensor of their own
         # 1. The loss: the last layer's weights are fetched ahead for backward.
         if stage.predicts:
-            layer_weights = all_whole * (in_place or settings.gathered_once)
+            layer_weights = all_whole * (in_place or not settings.reshard_after_forward)
             layer_weights += arrives * sent_whole[-1] * (not keeps_gradients_unsharded)
-            tensors = AT_THE_LOSS + settings.depths + OF_WIDE_NORM * (not settings.gpu)
+            tensors = AT_THE_LOSS + settings.mtp_layers + OF_WIDE_NORM * (not settings.gpu)
             gathered_at_loss = gathered + layer_weights + whole_gradients * load.later
             yield moment(gradients, gathered_at_loss, activations, tensors * row, self._logit_bytes(load))
         # 2. The layers, the last first: each runs backward, and then its gradients are summed.
         # gradients of the head, and of an embedding that depths read, wait from here on
-        heads = (1 + (settings.depths > 0 and not self.numbers.tied)) * stage.predicts
+        heads = (1 + (settings.mtp_layers > 0 and not self.numbers.tied)) * stage.predicts
         waits = gathered + heads * self.numbers.head.trained * settings.compute_bytes
-        words: list[CheckpointPolicy] = [measures[i] for i in stage.layers]
+        words: list[CheckpointPolicy] = [policies[i] for i in stage.layers]
         running = self._bytes_under(load, words)
         places = places_in_layer_segments(words, settings.segment_layers)
         sent = 0.0
@@ -424,7 +429,7 @@ class StageBytes:
                 other_weights = waits + all_whole - whole[i] + whole_gradients
             else:
                 ahead = 0.0
-                if settings.gathered_once:
+                if not settings.reshard_after_forward:
                     ahead = sum(whole[:i])
                 elif arrives and i:
                     ahead = sent_whole[i - 1]
@@ -477,11 +482,11 @@ class StageBytes:
         beside_logits = sum_bytes * (chunks > 1) + number
         scaling = 2 * sum_bytes + number * (sum_bytes != number)
         trained = self.numbers.head.trained
-        return trained * sum_bytes * settings.depths + max(logits + trained * beside_logits, trained * scaling)
+        return trained * sum_bytes * settings.mtp_layers + max(logits + trained * beside_logits, trained * scaling)
 
-    def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[CheckpointPolicy]) -> Bytes:
+    def host_bytes(self, loads: Sequence[SlotLoad], policies: Sequence[CheckpointPolicy]) -> Bytes:
         """Return the bytes that wait on the host: activations of the load that has most there, weights and states."""
-        activations = max(sum(layer.host for layer in self.waiting_bytes(load, measures)) for load in loads)
+        activations = max(sum(layer.host for layer in self.waiting_bytes(load, policies)) for load in loads)
         numbers = self.stage.all
         return Bytes(
             weights=int(self.weight_bytes(numbers, on_host=True)),

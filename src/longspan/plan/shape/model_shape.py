@@ -98,11 +98,11 @@ class ModelShape:
         object.__setattr__(self, "decoder_layers", self.decoder_layers or self.layers)
 
     @classmethod
-    def of(cls, config: Any, *, depths: int = 0) -> "ModelShape":
+    def of(cls, config: Any, *, mtp_layers: int = 0) -> "ModelShape":
         """Return the shape of a transformers configuration, an object or dict like one, a config.json or its folder.
 
-        Each of the `depths` of multi-token prediction (`add_mtp`) adds the layers that the configuration names for a
-        depth, or else one like the last, a projection from 2 · hidden to hidden, and the output projection once more.
+        Each of the `mtp_layers` of multi-token prediction (`add_mtp`) adds the layers that the configuration names for
+        a depth, or else one like the last, a projection from 2 · hidden to hidden, and the output projection once more.
         Raises PlanError naming the attributes that are missing, are no counts, or show layers that are not priced.
         """
         read = ConfigReader.read_language_model(config)
@@ -110,7 +110,7 @@ class ModelShape:
         kinds = layer_kinds(read)
         _check_layers_are_priced(read, mixer)
         _check_needed_counts(read, kinds)
-        kinds += depth_kinds(read) * depths if depths else ()
+        kinds += depth_kinds(read) * mtp_layers if mtp_layers else ()
         hidden = read.count("hidden_size")
         window = sliding_window(read)
         chunk = read.count("attention_chunk_size")
@@ -129,8 +129,8 @@ class ModelShape:
         vocabulary = read.count("vocab_size")
         # Besides layers there are the output projection, which each depth multiplies by once more, the embedding, which
         # multiplies nothing, and the depths' projections.
-        projections = 2 * hidden * hidden * depths
-        active_outside_layers = hidden * vocabulary * (1 + depths) + projections
+        projections = 2 * hidden * hidden * mtp_layers
+        active_outside_layers = hidden * vocabulary * (1 + mtp_layers) + projections
         embedding_and_head = (
             hidden * vocabulary * (1 if ConfigReader.read_whole_model(config).ties_embeddings else 2)
         )
@@ -165,7 +165,7 @@ class ModelShape:
             expert_layers=expert_layers,
             routed_numbers=expert_layers * experts_per_token(read) * (read.count("moe_latent_size") or hidden),
             hidden=hidden,
-            logits=vocabulary * (1 + depths),
+            logits=vocabulary * (1 + mtp_layers),
         )
 
 

@@ -4,9 +4,10 @@ Packed are the linears of decoder layers: of attention, of MLPs and shared exper
 and out of state-space layers. Embeddings, head, norms, routers, convolutions, towers and depths stay whole.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from longspan.errors import ModelError, PlanError
+from longspan.plan.form import FrozenWeights
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import (
     LayerKind,
@@ -18,8 +19,6 @@ from longspan.plan.shape.layers import (
     read_mixer_shape,
 )
 from longspan.plan.shape.quantization import NF4_FORM, LayerModules, PackedForm, read_quantization
-
-FrozenWeights = Literal["auto", "whole", "nf4", "stored"]
 
 # A linear with fewer outputs has one number a head, or is a gate of experts.
 LEAST_ROWS = 64

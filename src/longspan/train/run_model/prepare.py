@@ -14,7 +14,7 @@ from longspan.comm.all_ranks import run_on_every_rank, silence_warnings_of_other
 from longspan.config.defaults import encoder_default, encoder_is_given
 from longspan.config.dtypes import compute_dtype
 from longspan.config.keys import AUTO
-from longspan.config.memory_keys import ON_HOST, given_checkpointing
+from longspan.config.memory_keys import form_of_config
 from longspan.config.plan_section import name_of_key
 from longspan.config.sections import RunConfig, held_out_set
 from longspan.errors import ConfigError, LongspanError, plural
@@ -175,16 +175,14 @@ def _prepare_options(
     float8 = config.train.float8
     if float8 and not training and world.control.flag_on_any_rank(bool(float8_device_reason(world.device))):
         float8 = ""  # an evaluation goes on without it where a device cannot; `prepare` refuses training there
+    form = (memory or form_of_config(config)).for_prepare(training=training)
     return PrepareOptions(
         virtual_stages=config.parallel.vpp,
         pipeline_schedule=config.parallel.pipeline_schedule,
-        **options_of_memory_plan(config, memory, training=training),
+        offload_bytes=memory.host.kept if memory else 0,
         attention_kernel=config.context.attention_kernel or None,
-        float8=float8,
-        compiled=config.train.compile,
-        sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=None if dtypes == {computed_dtype} else computed_dtype,  # None: parameters are in it already
-    )
+    ).with_form(replace(form, float8=float8, frozen="whole"))
 
 
 def _frozen_form_and_saving(
@@ -203,29 +201,6 @@ def _frozen_form_and_saving(
         return "whole", 0
     sizes = packed_sizes(model, formats)
     return frozen, sizes.whole_bytes - sizes.packed_bytes
-
-
-def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:
-    """Return `prepare`'s options for what layers keep for backward, and where and how often parameters are whole."""
-    if memory is not None:
-        return {
-            "offload_weights": training and memory.offload_weights,
-            "checkpoint_policies": memory.measures,
-            "offload_bytes": memory.host.kept,
-            "reshard_after_forward": not memory.gathered_once,
-            "sync_each_batch": not memory.summed_once,
-            "mlp_tile_tokens": memory.mlp_tile_tokens,
-            # Segments are of layers that recompute: where none does, there are none.
-            "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,
-        }
-    return {
-        "offload_weights": training and config.train.offload_weights,
-        "activation_checkpointing": given_checkpointing(config.train) or "none",
-        "offload_activations": config.train.activation_checkpointing.endswith(ON_HOST) and training,
-        "reshard_after_forward": config.parallel.reshard_after_forward,
-        "sync_each_batch": config.parallel.sync_each_batch,
-        "mlp_tile_tokens": config.train.mlp_tile_tokens,
-    }
 
 
 def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
