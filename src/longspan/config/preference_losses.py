@@ -79,9 +79,10 @@ def _apo_zero(pairs: AnswerPairs, arguments: Mapping[str, float]) -> dict[str, "
     return {"loss": 1 - (beta * pairs.chosen).sigmoid() + (beta * pairs.rejected).sigmoid()}
 
 
-def _simpo(pairs: AnswerPairs, arguments: Mapping[str, float]) -> dict[str, "Tensor"]:
+def _cpo(pairs: AnswerPairs, arguments: Mapping[str, float]) -> dict[str, "Tensor"]:
+    # With a target of margins and means over tokens it is SimPO.
     smoothing = arguments["label_smoothing"]
-    margins = arguments["beta"] * (pairs.chosen - pairs.rejected) - arguments["simpo_gamma"]
+    margins = arguments["beta"] * (pairs.chosen - pairs.rejected) - arguments.get("simpo_gamma", 0.0)
     losses = -_log_sigmoid(margins) * (1 - smoothing) - _log_sigmoid(-margins) * smoothing
     if alpha := arguments["cpo_alpha"]:
         return {"loss": losses + alpha * pairs.cross_entropy, "nll_loss": pairs.cross_entropy}
@@ -125,9 +126,10 @@ LOSSES: Mapping[str, PreferenceLoss] = {
     "sigmoid": _DPO,
     "ipo": PreferenceLoss(_ipo, {"beta": 0.1}),
     "apo_zero": PreferenceLoss(_apo_zero, {"beta": 0.1}),
+    "cpo": PreferenceLoss(_cpo, {"beta": 0.1, "cpo_alpha": 1.0, "label_smoothing": 0.0}, needs_reference=False),
     # TRL's default of cpo_alpha is 1.0; 0 is SimPO itself.
     "simpo": PreferenceLoss(
-        _simpo,
+        _cpo,
         {"beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 0.0, "label_smoothing": 0.0},
         needs_reference=False,
         per_token=True,

@@ -76,6 +76,7 @@ LOSSES = {
     "dpo": Loss(DPOTrainer, DPOConfig, {"beta": 0.3, "label_smoothing": 0.2}, "robust"),
     "ipo": Loss(DPOTrainer, DPOConfig, {"beta": 0.2}, "ipo"),
     "apo_zero": Loss(DPOTrainer, DPOConfig, {}, "apo_zero"),
+    "cpo": Loss(CPOTrainer, CPOConfig, {"label_smoothing": 0.2}, "sigmoid"),
     "simpo": Loss(CPOTrainer, CPOConfig, {"beta": 2.0, "cpo_alpha": 0.3, "label_smoothing": 0.1}, "simpo"),
     "orpo": Loss(ORPOTrainer, ORPOConfig, {"beta": 0.4}),
     "kto": Loss(KTOTrainer, KTOConfig, {"desirable_weight": 1.3, "undesirable_weight": 0.7}, rows=tuple(ANSWERS)),
