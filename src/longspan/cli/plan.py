@@ -56,7 +56,8 @@ class PlanFlags(GpuFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; a .toml file among the words is refused, unless it is a flag's value."""
-    pairs = zip(["", *argv], argv, strict=False)  # each word behind the word before it
+    # Each word stands behind the word before it.
+    pairs = zip(["", *argv], argv, strict=False)
     files = [word for previous, word in pairs if word.endswith(".toml") and not previous.startswith("-")]
     if files:
         raise ConfigError(
@@ -71,10 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _answer_eval_degree(flags: PlanFlags, question: Question) -> int:
-    """Print at which degree an evaluation of the documents is fastest; returns the exit code.
-
-    Raises ConfigError for flags that such a question does not read.
-    """
+    """Returns the exit code."""
     unread = [f"--{name}" for name in OF_TRAINING if getattr(flags, name)]
     flag_of_key = {key[2:]: flag for flag, key in KEY_OF_PLAN_FLAG.items()}
     unread += [flag_of_key[key] for key in KEYS_OF_TRAINING if question.gives_any(key)]
@@ -87,7 +85,8 @@ def _answer_eval_degree(flags: PlanFlags, question: Question) -> int:
     lengths, title = read_step(flags, run)
     facts = run.facts_of_step(lengths)
     config = with_node_size_of_machine(run.config, facts)
-    config = set_default_partition(config)  # of a hybrid: one run a slot, so that fewest states are sent
+    # A hybrid has one run a slot, so that fewest states are sent.
+    config = set_default_partition(config)
     # Without a model and a machine, prices are those of forward passes alone, without FSDP2's messages.
     is_priced = flags.model or question.gives_any(
         "run.machine", *(f"model.{key}" for key in ("path", "preset", "config"))

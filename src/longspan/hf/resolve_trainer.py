@@ -23,9 +23,11 @@ from longspan.run.world_facts import gather_facts, resolve_on_ranks
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
 CLASS_OF_OPTIM = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
-MOST_ROWS = 4096  # of a dataset with columns, whose lengths are looked at: the first
+# The first rows of a dataset with columns, at most so many, tell its lengths.
+MOST_ROWS = 4096
 DRAWN_STEPS = 64
-FEW_ROWS = 256  # of another one, which may read files: at equal distances
+# Of another dataset, which may read files, so many rows at equal distances tell them.
+FEW_ROWS = 256
 _log = logging.getLogger(__name__)
 
 
@@ -75,7 +77,8 @@ def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, t
     """
     args = trainer._stock_arguments
     config = trainer.longspan.config()
-    computes_in = torch.bfloat16 if args.mixed_precision == "bf16" else None  # of `accelerate launch` too
+    # `accelerate launch` sets this, too.
+    computes_in = torch.bfloat16 if args.mixed_precision == "bf16" else None
     options = PrepareOptions(
         offload_bytes=memory.host.kept if memory and training else 0,
         attention_kernel=config.context.attention_kernel or None,
@@ -93,9 +96,6 @@ def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, t
 
 
 def _config_with_arguments(trainer: Any) -> RunConfig:
-    """Return the trainer's keys as a run's configuration, with dtypes, optimizer and adapter of its arguments and
-    model.
-    """
     config = trainer.longspan.config()
     args = trainer._stock_arguments
     model = unwrap_peft_model(trainer.model)
@@ -106,7 +106,8 @@ def _config_with_arguments(trainer: Any) -> RunConfig:
     optim = optimizer_name(args)
     class_name = "adamw" if optim in ONE_PASS_OPTIMIZERS else CLASS_OF_OPTIM.get(optim, "torch.optim.AdamW")
     config = config.with_keys("train", offload_optimizer_states=optim == PAGED)
-    optimizer = OptimizerSection(class_=class_name, lr=1e-3)  # any rate: a plan of memory does not depend on it
+    # Any rate will do: a plan of memory does not depend on it.
+    optimizer = OptimizerSection(class_=class_name, lr=1e-3)
     if optim in ONE_PASS_OPTIMIZERS and optim != PAGED:
         optimizer = replace(optimizer, moments="8bit")
     lora = LoraSection()
@@ -121,17 +122,14 @@ def _config_with_arguments(trainer: Any) -> RunConfig:
 
 
 def _lengths_of_documents(trainer: Any) -> list[int]:
-    """Return the lengths of some of the trainer's documents, or the one that its arguments allow at most; [] for
-    neither.
-
-    Of a data set with a column of ids these are the first MOST_ROWS rows. Of another one FEW_ROWS rows at equal
-    distances are made, which may read files.
-    """
+    """[] without documents or a limit. Of a data set with a column of ids these are the first MOST_ROWS rows. Of
+    another one FEW_ROWS rows at equal distances are made, which may read files."""
     data = trainer.train_dataset
     args = trainer.args
     if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
         rows = data.select(range(min(len(data), MOST_ROWS)))
-        if "seq_lengths" in data.column_names:  # of packed rows
+        # Packed rows have this column.
+        if "seq_lengths" in data.column_names:
             return [int(n) for lengths in rows["seq_lengths"] for n in lengths]
         return [len(ids) for ids in rows["input_ids"]]
     if data is not None and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):

@@ -35,7 +35,8 @@ from longspan.plan.shape.positions import LengthLimit
 from longspan.resolve.evaluation import options_at_degree, plan_evaluation, widest_dynamic_degree
 from longspan.resolve.run_cost import cost_without_model
 
-KEYS = {  # of a section of plans, by the planners' arguments
+# The keys of a section of plans stand here by the planners' arguments.
+KEYS = {
     "cp": "context_parallel_size",
     "min_cp": "min_dynamic_context_parallel_size",
     "max_cp": "max_dynamic_context_parallel_size",
@@ -85,12 +86,17 @@ class PlannerConfig:
     """
 
     planner: str
-    degree: int  # of fixed and padded plans; 0: not chosen yet, and the smallest that holds the documents
-    min_degree: int  # of dynamic plans
-    max_degree: int  # of dynamic plans; 0: no limit
-    options: PlanOptions  # its cost is that of one device
-    prefix: str  # of its keys, for messages
-    depths: int = 0  # of multi-token prediction, which read tokens behind a shared prefix
+    # The degree is that of fixed and padded plans; 0: not chosen yet, and the smallest that holds the documents.
+    degree: int
+    # Dynamic plans have degrees between these; a `max_degree` of 0 is no limit.
+    min_degree: int
+    max_degree: int
+    # The cost of the options is that of one device.
+    options: PlanOptions
+    # Messages name keys with this prefix.
+    prefix: str
+    # Depths of multi-token prediction read tokens behind a shared prefix.
+    depths: int = 0
 
     @classmethod
     def fixed(cls, degree: int, **options: Unpack[PlanKeywords]) -> "PlannerConfig":
@@ -144,10 +150,9 @@ class PlannerConfig:
     def _from_section(
         cls, section: PlanSection, config: RunConfig, cost: Cost, heads: int | None
     ) -> "PlannerConfig":
-        """Make the choice that the keys of a section say. What is "auto" until it is resolved counts as one of its
-        values: the planner as dynamic, the degree as 0, rows as without a limit, the partition as zigzag. Pipeline
-        schedules other than 1F1B are priced as 1F1B without virtual stages.
-        """
+        """What is "auto" until it is resolved counts as one of its values: the planner as dynamic, the degree as 0,
+        rows as without a limit, the partition as zigzag. Pipeline schedules other than 1F1B are priced as 1F1B
+        without virtual stages."""
         cap = section.max_tokens_per_slot
         node_size = config.context.node_size
         parallel = config.parallel
@@ -165,7 +170,8 @@ class PlannerConfig:
         if isinstance(degree, str):
             degree = 0
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
-        planner = "dynamic" if section.planner == AUTO else section.planner  # until it is resolved
+        # "auto" counts as dynamic until it is resolved.
+        planner = "dynamic" if section.planner == AUTO else section.planner
         return cls(planner, degree, *degrees, options, section.prefix)
 
     @property
@@ -382,9 +388,6 @@ def check_planner_exists(name: str, key: str) -> None:
 
 
 def _import_planner(name: str, key: str) -> Callable[..., Any]:
-    """Import a planner of one's own by its dotted name. Raises ConfigError, with the key that names it, for anything
-    but a function.
-    """
     planner = import_object(name, f"{key} is {name!r}")
     if not callable(planner):
         raise ConfigError(

@@ -118,7 +118,8 @@ def memory_settings_of_run(
     if state_numbers is None:
         weight_bytes = adapter_bytes if config.lora.rank else parameter_bytes
         state_numbers = known_state_numbers(optimizer.class_, optimizer.moments, weight_bytes)
-    assert state_numbers is not None, optimizer.class_  # others are counted by `optimizer_state_numbers`
+    # `optimizer_state_numbers` counts the states of other optimizers.
+    assert state_numbers is not None, optimizer.class_
     return MemorySettings(
         parameter_bytes=parameter_bytes,
         compute_bytes=DTYPE_BYTES[computed],

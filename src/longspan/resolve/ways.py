@@ -40,9 +40,11 @@ from longspan.resolve.planner_config import PlannerConfig, home_of
 from longspan.resolve.run_cost import find_run_cost, memory_settings_of_run
 
 UNIT = 1024  # rows of a slot, by which the most rows are above the mean
-MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
+# No GPU holds so many rows of a slot.
+MOST_ROWS = 1 << 26
 MOST_EP = 8
-LIMITS = 5  # of rows that are compared
+# So many limits of rows are compared.
+LIMITS = 5
 UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of them
 
 
@@ -233,7 +235,6 @@ def set_usual_mode(config: RunConfig) -> RunConfig:
 
 
 def _round_up(rows: int, unit: int) -> int:
-    """Round rows up to a multiple of `unit`."""
     return -(-rows // unit) * unit
 
 
@@ -335,7 +336,8 @@ def fit_way(way: Way, timed: Sequence[Plan], full: Sequence[Plan] = ()) -> Fit:
     try:
         memory = way.choose_memory(plans, budget)
     except PlanError as error:
-        leanest = next(leanest_plans(way.memory_needs(plans), way.fixed_memory))  # which does not fit
+        # The plan that needs least does not fit either.
+        leanest = next(leanest_plans(way.memory_needs(plans), way.fixed_memory))
         return Fit(way, tuple(timed), leanest, None, str(error))
     return Fit(way, tuple(timed), memory, way.step_seconds(timed, memory))
 
@@ -345,7 +347,8 @@ class Ranking:
     """The best way of each planner, degree and degree of experts, the fastest first, and why others are impossible."""
 
     fits: tuple[Fit, ...]
-    refused: tuple[tuple[str, str], ...] = ()  # what it is, as in "fixed at cp 2", and why
+    # Each pair is what was refused, as "fixed at cp 2", and why.
+    refused: tuple[tuple[str, str], ...] = ()
 
     @property
     def best(self) -> Fit:
@@ -386,16 +389,15 @@ def leanest_fit(config: RunConfig, facts: Facts) -> Fit:
     way = max(open_ways, key=lambda way: (way.choice.widest_degree(facts.home), way.choice.has_one_degree))
     if way.config.context.max_tokens_per_slot == AUTO:
         way = way.with_context(max_tokens_per_slot=way.limits_of_rows()[0])
-    if way.has_ring:  # which holds less than exchanged heads or gathered keys
+    # A ring holds less than exchanged heads or gathered keys.
+    if way.has_ring:
         way = way.ring_way()
     return fit_way(way, way.plan_steps(facts.heaviest_steps))
 
 
 def _best_fit_of_open_way(open_way: Way) -> Fit:
-    """Return the best fit of one planner and degree: that of the fastest rows of a slot, by the heaviest steps, with
-    which all steps fit (else the leanest fit), in free mode where the key leaves that open and it is faster. Raises
-    PlanError where the longest document cannot be planned.
-    """
+    """The fastest rows of a slot, by the heaviest steps, with which all steps fit (else the leanest fit), in free
+    mode where the key leaves that open and it is faster."""
     context = open_way.config.context
     facts = open_way.facts
     open_way.choice.check_fits(facts.longest_document, facts.home)
@@ -417,14 +419,13 @@ def _best_fit_of_open_way(open_way: Way) -> Fit:
 
 
 def _sort_by_rows(way: Way) -> list[Way]:
-    """Return this way at each limit of rows, the best under the heaviest steps first. If the bytes of a rank are not
-    known, it is at one limit alone: on GPUs the highest, elsewhere the lowest. Raises PlanError if no limit can be
-    planned.
-    """
+    """The best under the heaviest steps first. If the bytes of a rank are not known, one limit alone: on GPUs the
+    highest, elsewhere the lowest."""
     facts = way.facts
     ways = [way.with_context(max_tokens_per_slot=rows) for rows in way.limits_of_rows()]
     if facts.budget is None:
-        return ways[-1:] if facts.gpu else ways[:1]  # on GPUs the warm-up halves rows for which memory is too short
+        # On GPUs the warm-up halves rows for which memory is too short.
+        return ways[-1:] if facts.gpu else ways[:1]
     fits = list[Fit]()
     refusal = None
     for way in ways:
@@ -438,7 +439,7 @@ def _sort_by_rows(way: Way) -> list[Way]:
 
 
 def _fit_whole_run(way: Way, *, rows_open: bool) -> Fit:
-    """Fit a way to the whole run: its memory holds the fullest steps, and its seconds are those of the timed ones."""
+    """The memory holds the fullest steps, and the seconds are those of the timed ones."""
     full = [] if way.facts.budget is None else way.fullest_plans(rows_open=rows_open)
     return fit_way(way, way.plan_steps(way.facts.timed_steps), full)
 
@@ -472,12 +473,11 @@ def expand_auto_choice(choice: PlannerConfig, home: Layout, lengths_differ: bool
 
 
 def _list_open_ways(config: RunConfig, facts: Facts, given: BindingKeys) -> Iterator[Way]:
-    """Yield the ways to compare, whose rows and mode are still open: each planner and degree that is not given, in each
-    home of `_homes_with_expert_degrees`.
-    """
+    """Rows and mode are still open."""
     context = config.context
     planners = [context.planner]
-    if not given.planner:  # all, a planner of one's own among them
+    # A planner of one's own is among them.
+    if not given.planner:
         planners = ["dynamic", "fixed", "padded"]
         if context.planner not in (AUTO, *planners):
             planners.append(context.planner)
@@ -520,9 +520,8 @@ def fastest_plan(
 def _homes_with_expert_degrees(
     config: RunConfig, facts: Facts, given: BindingKeys
 ) -> Iterator[tuple[RunConfig, Layout]]:
-    """Yield configuration and home as they are, and, if the degree of experts is open, those of a home whose slots
-    share experts: as many slots as divide both the slots and the experts, at most MOST_EP.
-    """
+    """As they are, and, if the degree of experts is open, a home whose slots share experts: as many slots as divide
+    both the slots and the experts, at most MOST_EP."""
     yield config, facts.home
     if given.ep or not facts.expert_count or config.context.mode == "free":
         return
@@ -552,9 +551,8 @@ def find_longest(config: RunConfig, facts: Facts) -> tuple[int, Way]:
 
 
 def _find_longest_of_way(way: Way) -> tuple[int, Way]:
-    """Find the most tokens of one document that fit under one way (0: none), and return them with the way at their
-    rows. Its plans are fixed ones, at the degree that it gives or over all slots. The budget must be known.
-    """
+    """(tokens, 0: none; the way at their rows). Plans are fixed ones, at the degree that the way gives or over all
+    slots. The budget must be known."""
     facts = way.facts
     home = facts.home
     budget = facts.budget
@@ -568,7 +566,8 @@ def _find_longest_of_way(way: Way) -> tuple[int, Way]:
     def resize_short_plan(units: int) -> Plan:
         """Change the plan of the short document to one of so many units a slot."""
         (group,) = short.micro_batches[0].groups
-        if way.choice.options.cp_comm_type == AUTO:  # another length may get another type
+        # Another length may get another type.
+        if way.choice.options.cp_comm_type == AUTO:
             group = replace(group, cp_comm_type=AUTO, hierarchical_context_parallel_sizes=None)
         tokens = units * unit * degree
         group = replace(group, lengths=(tokens,), pad_to=None)

@@ -87,7 +87,8 @@ def resolve_on_ranks(
 
     def decide_on_first_rank() -> Resolved:
         try:
-            return replace(decide(config, facts), ranking=None)  # it stays here: its facts have all documents
+            # The ranking stays here: its facts have all documents.
+            return replace(decide(config, facts), ranking=None)
         except PlanError as error:
             raise ConfigError(str(error)) from error
 

@@ -63,7 +63,8 @@ class GpuRun:
             # a preset without a vocabulary gets an embedding row for each id of the run's tokenizer
             model = {"model_type": preset.model_type, "vocab_size": config.data.vocab_size, **preset.values}
         ModelShape.of(model, mtp_layers=config.mtp.num_layers)  # raises for a model without sizes
-        if home.ep > 1 and not read_experts(model).of_layer:  # in the words of a run that has loaded the model
+        # The words are those of a run that has loaded the model.
+        if home.ep > 1 and not read_experts(model).of_layer:
             read = ConfigReader.read_whole_model(model)
             classes = read.value("architectures") or [read.model_type or read.where]
             raise PlanError(experts_missing_text(home.ep, str(classes[0])))

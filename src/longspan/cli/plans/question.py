@@ -144,7 +144,8 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
         if not find_published_preset(path := config.model.path):
             raise
         other_folders = with_local_folders(config.with_keys("model", path=""), weights=False)
-        config = other_folders.with_keys("model", path=path)  # its sizes are those of the preset
+        # The sizes are those of the preset.
+        config = other_folders.with_keys("model", path=path)
     return flags, Question(config, frozenset(key[2:] for key in flag_by_key))
 
 

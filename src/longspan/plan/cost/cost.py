@@ -79,7 +79,8 @@ class StateCost:
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
         # numbers of a transition, which is what a run does to a state
         transition = mixer.heads * (mixer.key_size**2 if mixer.delta else 1)
-        messages = [mixer.state > 0, mixer.width > 1].count(True)  # per pass
+        # Each pass sends so many messages.
+        messages = [mixer.state > 0, mixer.width > 1].count(True)
         return cls(
             scan_seconds=layers * (scan + mixer.channels * channel_seconds),
             summary_seconds=layers * mixer.summary_flops / (summary_tflops * 1e12),
@@ -401,7 +402,8 @@ class Cost:
         if self.states:
             speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
             of_states = self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
-            seconds = seconds + of_states  # which of one degree may have more axes
+            # These may have more axes than seconds of one degree, and are not added in place.
+            seconds = seconds + of_states
         return seconds
 
     def lockstep_seconds(self, slowest: Sequence[float]) -> float:

@@ -21,7 +21,8 @@ from longspan.plan.plan import Plan
 
 # rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all
 TILE_ROWS = 16384
-SMALL_TILE_ROWS = 8192  # in segments, which come where little else fits
+# These are the tiles of segments, which come where little else fits.
+SMALL_TILE_ROWS = 8192
 SEGMENT_LAYERS = 4  # layers of a segment that the plan chooses, where nothing else fits
 
 
@@ -80,9 +81,6 @@ def choose_fastest_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fixed
 
 
 def _too_little_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> PlanError:
-    """Return the error of a run that fits under no choice: the bytes of the one that exceeds the budget least, and what
-    would help.
-    """
     home = needs.places[0].home
     settings = needs.places[0].settings
     leanest = min(
@@ -105,9 +103,8 @@ def _too_little_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMem
 
 
 def _fixed_memory_levels(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[list[FixedMemory]]:
-    """Yield the settings to try, level by level: first those without segments and without weights on the host, then
-    those with one of both, then with both. A level is a list of `fixed` with these two filled in.
-    """
+    """First those without segments and without weights on the host, then those with one of both, then with both. A
+    level is a list of `fixed` with these two filled in."""
     segments = _segment_sizes_to_try(fixed)
     weights = _weight_places_to_try(needs, fixed)
     for level in range(len(segments) + len(weights) - 1):
@@ -120,16 +117,15 @@ def _fixed_memory_levels(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[lis
 
 
 def _segment_sizes_to_try(fixed: FixedMemory) -> list[int]:
-    """List the layers of a segment that may be chosen: none first; where layers must keep all, only none."""
+    """None first; where layers must keep all, only none."""
     if fixed.segment_layers is not None:
         return [fixed.segment_layers]
     return [0, SEGMENT_LAYERS] if fixed.activation_checkpointing != "none" else [0]
 
 
 def _weight_places_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[bool]:
-    """List where weights may be: on the device (False), then, where that is possible, on the host (True). Trained
-    weights take the optimizer's states along.
-    """
+    """On the device (False), then, where that is possible, on the host (True). Trained weights take the optimizer's
+    states along."""
     place = needs.places[0]
     if fixed.offload_weights is not None:
         return [fixed.offload_weights]
@@ -153,12 +149,13 @@ def memory_choices(
 
 
 def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySettings]:
-    """List the settings with each value of what is not fixed: the fastest first, and only where it changes anything."""
+    """The fastest first, and only where a value changes anything."""
     place = needs.places[0]
     settings = place.settings
     tiles_open = fixed.mlp_tile_tokens is None
     tiles = [fixed.mlp_tile_tokens or 0]
-    small_tiles = [SMALL_TILE_ROWS] if tiles_open else []  # which come with segments only
+    # Small tiles come with segments only.
+    small_tiles = [SMALL_TILE_ROWS] if tiles_open else []
     if tiles_open and max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface:
         tiles = [0, TILE_ROWS, SMALL_TILE_ROWS]
     states = [False, True] if settings.gpu and settings.state_numbers > 0 else [False]
@@ -188,14 +185,14 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
 
 
 def _sharding_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[bool, bool]]:
-    """List whether weights are freed after each pass, and gradients summed in each micro-batch: the fastest first.
-    Gradients that are summed once keep their weights whole too, so that these are gathered once.
-    """
+    """(freed after each pass, summed in each micro-batch), the fastest first. Gradients that are summed once keep
+    their weights whole too, so that these are gathered once."""
     place = needs.places[0]
     choices = [(True, True)]
     if place.settings.shard_parameters and not place.always_whole:
         choices = [(False, True), (True, True)]
-        if place.micro_batches != 1:  # of one micro-batch gradients are summed once in any case
+        # Of one micro-batch gradients are summed once in any case.
+        if place.micro_batches != 1:
             choices.insert(0, (False, False))
     if fixed.reshard_after_forward is not None:
         choices = [(fixed.reshard_after_forward, sums_each) for _, sums_each in choices]
@@ -207,10 +204,8 @@ def _sharding_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[bool,
 def _leanest_choices(
     needs: MemoryNeeds, fixed: FixedMemory
 ) -> list[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
-    """List the choices that need the least memory, as `memory_choices` gives them: under the policies that keep least,
-    with what is sharded and not fixed gathered and summed each time, and the smallest tiles. In a model of few layers
-    another choice may need about 1 % less.
-    """
+    """With the policies that keep least, with what is sharded and not fixed gathered and summed each time, and the
+    smallest tiles. In a model of few layers another choice may need about 1 % less."""
     # the last policy of all, and the last of those that are not on the host
     policies = fixed.checkpoint_policies
     leanest_words = {policies[-1], *[word for word in policies if "+" not in word][-1:]}

@@ -27,7 +27,8 @@ from longspan.plan.shape.name_patterns import meets_any
 from longspan.plan.shape.packed import find_packed_form, packed_weights_of_layer
 from longspan.plan.shape.quantization import PackedForm
 
-if TYPE_CHECKING:  # of models with images
+# Models with images alone need these types.
+if TYPE_CHECKING:
     from longspan.plan.items.encoder_shape import EncoderShape
 
 
@@ -60,7 +61,8 @@ class Numbers:
 
 
 _ENDS = "model.embed_tokens.weight", "lm_head.weight"
-_ANY_NAME = "\0"  # of a parameter in a layer, which no pattern names
+# This name of a parameter in a layer no pattern names.
+_ANY_NAME = "\0"
 
 
 @dataclass(frozen=True)
@@ -165,11 +167,9 @@ def _count_layer_parameters(
     settings: MemorySettings,
     form: PackedForm | None,
 ) -> Numbers:
-    """Count a layer's parameters on a rank: linears are split over tp, experts over ep (their shards over tp too),
-    the two norms are whole. With adapters these alone are trained: rank · (inputs + outputs) of each linear that has
-    one; `form` says how the frozen weights are packed (None: they are not). `all` of Weights has only the experts that
-    a token visits, so that experts are counted apart.
-    """
+    """Linears are split over tp, experts over ep (their shards over tp too), the two norms are whole. Adapters train
+    rank · (inputs + outputs) of each linear that has one; `form` says how the frozen weights are packed (None:
+    they are not). `all` of Weights has only the experts that a token visits, so that experts are counted apart."""
     parts = layer_parts(read, kind, mixer)
     experts = sum(weights.of_experts + weights.unvisited for weights in parts)
     dense = sum(weights.all - weights.of_experts for weights in parts)
@@ -187,7 +187,8 @@ def _count_layer_parameters(
         count = read.experts_attribute_and_count()[1]
         inputs = read.count("moe_latent_size") or read.count("hidden_size")
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
-        first_width = (weights.of_experts + weights.unvisited) // (count * inputs) - width  # of the first's output
+        # The width is that of the first matrix's output.
+        first_width = (weights.of_experts + weights.unvisited) // (count * inputs) - width
         expert_widths = 0
         if settings.adapts_experts("gate_up_proj") or settings.adapts_experts("up_proj"):
             expert_widths += inputs + first_width
@@ -211,11 +212,10 @@ def _count_layer_parameters(
 def _adapter_linears(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 ) -> list[tuple[str, float, float]]:
-    """Return the name of each linear that adapters may go into, experts apart, and the widths of its input and output.
-    Widths that a configuration does not name follow from the counted weights. Attention has a gate as wide as its
-    weights beyond the four projections. A mixer's input projections make what the convolution reads (`channels`), a
-    gate, and a number for each head (two in a delta net); those of short convolutions, without heads, two gates.
-    """
+    """(name, inputs, outputs), experts apart. Widths that a configuration does not name follow from the counted
+    weights. Attention has a gate as wide as its weights beyond the four projections. A mixer's input projections
+    make what the convolution reads (`channels`), a gate, and a number for each head (two in a delta net); those
+    of short convolutions, without heads, two gates."""
     hidden = read.count("hidden_size")
     linears = list[tuple[str, float, float]]()
     if kind.attention:

@@ -9,8 +9,10 @@ from typing import Literal
 from longspan.plan.check import check_count
 from longspan.plan.form import Form
 
-GPU_SHARE = 0.92  # of a GPU's free memory, which a run may fill
-HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading documents, and for saving
+# A run may fill this share of a GPU's free memory.
+GPU_SHARE = 0.92
+# A run may fill this share of the host's free memory: the rest is for reading documents, and for saving.
+HOST_SHARE = 0.85
 LEAST_OF_GPU = 1 << 30  # a CUDA context takes more: fewer bytes are GiB or MiB, written as bytes
 
 
@@ -69,7 +71,7 @@ UPDATES_PARTS = ("adamw", "sgd", *(f"torch.optim.{name}" for name in _OF_TORCH))
 
 
 def _names_experts(target: str) -> bool:
-    """Return whether a dotted target of adapters is a matrix of experts, as in "experts.down_proj"."""
+    """A dotted target, as "experts.down_proj"."""
     return target.split(".")[-2:-1] == ["experts"]
 
 
@@ -82,7 +84,7 @@ def known_state_numbers(optimizer: str, moments: str, weight_bytes: int) -> floa
 
 @cache
 def _keys_are_repeated() -> bool:
-    """Whether gated delta layers of transformers (before 5.23) hand their scan a key and a query a value head."""
+    """Before transformers 5.23 a scan gets a key and a query per value head."""
     return tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
 
 

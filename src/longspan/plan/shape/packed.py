@@ -120,8 +120,7 @@ class _Part(NamedTuple):
 
 def _linear_parts(modules: LayerModules, weights: Weights, hidden: int, tp: int) -> list[_Part]:
     """The first linears of a part of a layer read rows of the hidden size, and its last one makes such rows: its
-    columns are its numbers over the hidden size.
-    """
+    columns are its numbers over the hidden size."""
     return [
         _Part(modules, weights.all - weights.last, hidden),
         _Part(modules, weights.last, weights.last // hidden, tp),
@@ -129,9 +128,7 @@ def _linear_parts(modules: LayerModules, weights: Weights, hidden: int, tp: int)
 
 
 def _count_packed(read: ConfigReader, parts: list[_Part], form: PackedForm) -> tuple[float, float]:
-    """Numbers and bytes; parts that a folder leaves whole are left out. Raises PlanError for rows that blocks do not
-    divide.
-    """
+    """(numbers, bytes); parts that a folder leaves whole are left out."""
     numbers = 0.0
     size = 0.0
     for part in parts:
