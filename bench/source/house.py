@@ -1,7 +1,9 @@
 """Measures of the source: tokens of code, text, circles, what surrounds it, functions that a call enters.
 
-Tokens are what a reader reads: names, numbers, texts and signs, without docstrings, comments and layout. Lines, files
-and functions are printed and not limited, since what is saved in them comes back as density.
+Tokens are what a reader reads: names, numbers, texts and signs, without docstrings, comments and layout. Totals
+(tokens, lines, files, functions) are printed and not limited, since what is saved in them comes back as density.
+Limited is what a reader or a change pays for: lines of docstrings of private functions, comments at a line's end that
+begin in the middle of a sentence, and the files outside config/ in which each of eight keys of memory is named.
 
 python bench/source/house.py                    how much there is, as `make size`
 python bench/source/house.py --entered          beside it how many functions four calls go through
@@ -36,6 +38,28 @@ VARIANTS = ("for_", "at_")  # methods that return a variant of their object: cos
 ALLOWED = frozenset({"of", "under", "disable_adapter"})  # names that users rely on
 SMALL = 6  # lines of a body: a function that is smaller and named once stands in its caller
 ROOM = 1.01  # a measure may pass the figure of pyproject.toml by one percent, before somebody raises it with a reason
+# Words with which a comment at the end of a line goes on with the code's own sentence.
+MIDDLE = re.compile(
+    r"#[\s(]*("
+    "of|to|in|on|at|by|for|from|with|without|into|onto|over|under|above|below|before|after|between|among|"
+    "within|beyond|past|around|about|across|against|along|as|like|than|per|until|till|since|during|through|"
+    "via|beside|besides|behind|beneath|near|off|out|up|down|except|instead|towards|toward|it|its|they|them|"
+    "their|theirs|these|those|this|that|he|she|his|her|we|us|our|you|your|which|who|whom|whose|what|one|ones|"
+    "each|both|either|neither|none|all|any|some|such|another|other|others|and"
+    r")\b"
+)
+MEMORY_KEYS = frozenset(
+    {
+        "offload_weights",
+        "reshard_after_forward",
+        "sync_each_batch",
+        "offload_optimizer_states",
+        "float8",
+        "mlp_tile_tokens",
+        "frozen",
+        "segment_layers",
+    }
+)
 CODE = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING)
 # Prints how many functions of longspan a call enters. A lambda, a body of a module or what dataclasses make is none.
 TRACE = """
@@ -96,7 +120,8 @@ def main() -> None:
     flags.add_argument("--entered", action="store_true", help="count the functions that calls go through (a minute)")
     flags.add_argument("--check", action="store_true", help="print what is not allowed, and exit 1 if there is any")
     options = flags.parse_args()
-    counts = source_counts() | token_counts() | {"circles": count_circles()} | surroundings()
+    counts = source_counts() | token_counts() | {"key spread": count_key_spread()}
+    counts |= {"circles": count_circles()} | surroundings()
     entered = functions_entered() if options.entered else {}
     if options.check:
         complaints = [*name_faults(), *size_faults(counts | entered)]
@@ -172,7 +197,9 @@ def token_counts() -> dict[str, Any]:
     tokens = 0
     lines = 0
     parallel = 0
+    comments = 0
     for path, tree in trees().items():
+        comments += middle_comments(path)
         rows = code_tokens(path, tree)
         tokens += len(rows)
         lines += len(set(rows))
@@ -183,7 +210,42 @@ def token_counts() -> dict[str, Any]:
             and any(isinstance(target, ast.Tuple) for target in node.targets)
             for node in assignments
         )
-    return {"tokens": tokens, "tokens per line": round(tokens / lines, 2), "parallel assignments": parallel}
+    counts = {"tokens": tokens, "tokens per line": round(tokens / lines, 2), "parallel assignments": parallel}
+    return counts | {"comments at a line's end": comments}
+
+
+def middle_comments(path: Path) -> int:
+    """Comments behind code that that MIDDLE matches."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    comments = (token for token in tokens if token.type == tokenize.COMMENT and token.line[: token.start[1]].strip())
+    return sum(MIDDLE.match(token.string) is not None for token in comments)
+
+
+def count_key_spread() -> int:
+    """In how many files outside config/ each of MEMORY_KEYS is named, summed; a dataclass's `frozen=True` is no key."""
+    return sum(
+        len(names_in(tree) & MEMORY_KEYS)
+        for path, tree in trees().items()
+        if path.relative_to(SOURCE).parts[0] != "config"
+    )
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """Identifiers, attributes, keywords and functions of a file, and the last part of strings such as section.key."""
+    names = set[str]()
+    calls = (node for node in nodes(tree) if isinstance(node, ast.Call))
+    of_dataclasses = {key for call in calls if ast.unparse(call.func).endswith("dataclass") for key in call.keywords}
+    for node in nodes(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+                names.add(name)
+            case ast.keyword(arg=str(name)) if node not in of_dataclasses:
+                names.add(name)
+            case ast.Constant(value=str(text)) if re.fullmatch(r"[\w.]+", text):
+                names.add(text.rpartition(".")[2])
+            case _:
+                pass
+    return names
 
 
 @cache
@@ -198,7 +260,7 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 
 def source_counts() -> dict[str, Any]:
     """Lines (pages and scripts in the package too), files, functions, share of text, small functions named once."""
-    lines = text = files = 0
+    lines = text = files = private = 0
     bodies = list[tuple[str, int]]()
     mentions = Counter[str]()
     for path, tree in trees().items():
@@ -211,12 +273,15 @@ def source_counts() -> dict[str, Any]:
         mentions.update(node.attr for node in nodes(tree) if isinstance(node, ast.Attribute))
         for node in functions(tree):
             body = node.body[ast.get_docstring(node, clean=False) is not None :]
+            if len(body) < len(node.body) and re.match("_(?!_)", node.name):
+                private += (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
             bodies.append((node.name, (node.end_lineno or 0) - body[0].lineno + 1 if body else 0))
     others = (path for end in ("js", "css", "html", "json", "toml", "jinja") for path in SOURCE.rglob(f"*.{end}"))
     lines += sum(len(path.read_text(errors="replace").splitlines()) for path in others)
     small = sum(size < SMALL and mentions[name] <= 1 and not name.startswith("__") for name, size in bodies)
     counts = {"lines": lines, "files": files, "functions": len(bodies)}
-    return counts | {"text percent": round(100 * text / lines, 1), "small and named once": small}
+    shares = {"text percent": round(100 * text / lines, 1)}
+    return counts | shares | {"small and named once": small, "private docstring lines": private}
 
 
 def count_circles() -> int:

@@ -127,15 +127,15 @@ class GradientSums(Protocol):
 class GatherListener(Protocol):
     """What a feature does around the gathers of one group."""
 
-    def before_gather(self, group: "HookedParamGroup") -> None:
+    def begin_gather(self, group: "HookedParamGroup") -> None:
         """FSDP2 asks for a gather; the group may be gathered already."""
         ...
 
-    def after_gather(self, group: "HookedParamGroup") -> None:
+    def end_gather(self, group: "HookedParamGroup") -> None:
         """A gather has ended, and the current stream waits for it."""
         ...
 
-    def after_reshard(self, group: "HookedParamGroup") -> None:
+    def end_reshard(self, group: "HookedParamGroup") -> None:
         """FSDP2 has freed the gathered parameters, or would have if the group were not needed in backward."""
         ...
 
@@ -260,7 +260,7 @@ class HookedParamGroup(FSDPParamGroup):
             if event is not None:  # FSDP2's own streams, which copy shards, do not wait for the current one
                 self._let_gather_streams_wait(event)
         if self.listener is not None:
-            self.listener.before_gather(self)
+            self.listener.begin_gather(self)
         super().unshard(async_op)
 
     def _let_gather_streams_wait(self, event: Any) -> None:
@@ -274,13 +274,13 @@ class HookedParamGroup(FSDPParamGroup):
         was_gathering = self.is_gathering
         super().wait_for_unshard()
         if was_gathering and self.listener is not None:
-            self.listener.after_gather(self)
+            self.listener.end_gather(self)
 
     def reshard(self) -> None:
         """Free the gathered parameters, where FSDP2 frees them."""
         super().reshard()
         if self.listener is not None:
-            self.listener.after_reshard(self)
+            self.listener.end_reshard(self)
 
 
 def hook_parameter(parameter: Any) -> HookedParam:

@@ -191,7 +191,7 @@ class HostGroup:
         if any(shard.parameter.sharded_param.requires_grad for shard in self.waiting):
             group.sum_in_own_memory()  # sums leave the device at once
 
-    def before_gather(self, group: HookedParamGroup) -> None:
+    def begin_gather(self, group: HookedParamGroup) -> None:
         """Begin to copy all shards of the group together, before a backward pass.
 
         The root's group opens a pass: copies of all groups are dropped, as weights may have changed, unless they were
@@ -204,7 +204,7 @@ class HostGroup:
         if group.is_before_backward and group.is_sharded and not group.is_gathering:
             store.fetch(self.waiting)
 
-    def after_gather(self, group: HookedParamGroup) -> None:
+    def end_gather(self, group: HookedParamGroup) -> None:
         """Free the copies that the gather read, and begin on copies for what runs next.
 
         In a forward pass these are the shards of the group that was gathered next in the last forward pass; in a
@@ -230,7 +230,7 @@ class HostGroup:
                 store.root_is_ahead = True
                 store.fetch(root.waiting)
 
-    def after_reshard(self, group: HookedParamGroup) -> None:
+    def end_reshard(self, group: HookedParamGroup) -> None:
         """Free copies that were made and not gathered, after a pass or an error."""
         if group.is_idle:
             self.store.free(self.waiting)
