@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -14,10 +15,11 @@ from transformers import AutoModelForCausalLM
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.config.sections import RunConfig
+from longspan.errors import ModelError
 from longspan.model import load_model
 from longspan.testing import run_ranks
 from tests.model.frozen.test_reading import dequantised
-from tests.run.runs.homes import gone_on_from_the_first_checkpoint, lines_of, losses_of_run, refusals
+from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, losses_of_run, refusals
 from tests.train.small import small_config, write_model
 
 LORA = {"lora__rank": 4, "train__steps": 3, "checkpoint__every": 2, "evaluation__every": 3, "optimizer__lr": 0.05}
@@ -57,6 +59,17 @@ def test_a_resumed_run_keeps_its_frozen_weights(trained: tuple[RunConfig, list[f
     numbers = "93.3 % of the model's numbers, 445.5 KiB in place of 3.094 MiB in float32"
     assert frozen.split(maxsplit=1)[1] == f"nf4: 14 weights of decoder layers, {numbers}"
     assert losses_of_run(first, 0) == losses
+
+
+def test_rows_that_blocks_do_not_divide_are_refused_before_data_are_read(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1056, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 600, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **sizes, **heads}))
+    keys = {"model__config": str(tmp_path), "model__preset": "", "model__frozen": "nf4", **LORA, **ALONE}
+    config = small_config(tmp_path, **keys)
+    with patch("longspan.run.set_up.open_data", side_effect=AssertionError("data were read")):
+        with pytest.raises(ModelError, match="rows have 1056 numbers, which blocks of 64 do not divide"):
+            lines_of(0, config, 1)
 
 
 @pytest.mark.whole

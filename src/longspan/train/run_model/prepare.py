@@ -47,7 +47,8 @@ def check_run_model(
     config: RunConfig, world: World, configuration: PreTrainedConfig
 ) -> tuple[list[str], SharingRules]:
     """Refuse what the run's model, its folder and its adapter decide, before data are read; return the adapter's lines
-    for the log, and what the model forbids of shared prefixes, which data and plans of memory need.
+    for the log, and what the model forbids of shared prefixes, which data and plans of memory need. Formats of frozen
+    weights that it forbids are refused.
 
     The model is made without weights, checked as `prepare` would on the host, and dropped again. The data decide later
     whether a model with towers sees images: it is refused here only if it can run neither without nor with them. Raises
@@ -71,6 +72,8 @@ def check_run_model(
             lines = [*adapter_notes(model)] if config.lora.rank else []
             _check_comm_types_fit_layers(config, model)
             options = _prepare_options(config, world, model, None, training=True)
+            if config.lora.rank:  # formats of frozen weights that this model cannot have are refused here too
+                options = replace(options, frozen=_frozen_form_and_saving(config, model)[0])
             with ExitStack() as forms:
                 if images:
                     from longspan.model.multimodal.take_apart import split_off_image_encoder_or_undo
