@@ -67,9 +67,9 @@ def test_rows_that_blocks_do_not_divide_are_refused_before_data_are_read(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **sizes, **heads}))
     keys = {"model__config": str(tmp_path), "model__preset": "", "model__frozen": "nf4", **LORA, **ALONE}
     config = small_config(tmp_path, **keys)
-    with patch("longspan.run.set_up.open_data", side_effect=AssertionError("data were read")):
-        with pytest.raises(ModelError, match="rows have 1056 numbers, which blocks of 64 do not divide"):
-            lines_of(0, config, 1)
+    data = patch("longspan.run.set_up.open_data", side_effect=AssertionError("data were read"))
+    with data, pytest.raises(ModelError, match="rows have 1056 numbers, which blocks of 64 do not divide"):
+        lines_of(0, config, 1)
 
 
 @pytest.mark.whole
