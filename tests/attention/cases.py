@@ -34,6 +34,7 @@ MANY = tuple(range(19, 49, 3))  # under a window of about their length every one
 DEGREES = (1, 2, 3, 4, 6, 8)
 DRAWN_DEGREES = (1,) * 20 + (2,) * 8 + (3, 4)  # pairs on as few ranks as can be, for each takes its time
 HEADS = ("mha", "gqa", "mqa", "mla", "GQA, 48/8", "latents")
+KEYS_ARE_VALUES = "latents without further numbers"
 
 
 def heads_of(name: str, slots: int) -> tuple[int, int, int, int]:
@@ -43,7 +44,7 @@ def heads_of(name: str, slots: int) -> tuple[int, int, int, int]:
     """
     n = 12 if 12 % slots == 0 else 24
     shapes = ((n, n, 4, 4), (n, 4, 8, 8), (n, 1, 8, 8), (n, n // 2, 12, 8), (48, 8, 16, 16), (n, 1, 12, 8))
-    return dict(zip(HEADS, shapes, strict=True))[name]
+    return {**dict(zip(HEADS, shapes, strict=True)), KEYS_ARE_VALUES: (n, 1, 8, 8)}[name]
 
 
 LEVELS: dict[str, Callable[[int], int]] = {  # of a2a+p2p: how many members exchange heads
@@ -221,7 +222,7 @@ def tensors(question: Question, slots: int, rows: int) -> list[Tensor]:
     """q, k, v, dout in the question's dtype, and sinks in one that sums; the same on every rank."""
     n, kv, size, v_size = heads_of(question.heads, slots)
     dtype, at, made = getattr(torch, question.dtype), question.seed * 7919 % 499_979, list[Tensor]()
-    k_size = size - v_size * (question.heads == "latents")
+    k_size = size - v_size * (question.heads.startswith("latents"))
     for shape in ((rows, n, size), (rows, kv, k_size), (rows, kv, v_size), (rows, n, v_size), (n,)):
         made.append(_numbers()[at : at + math.prod(shape)].view(shape))  # drawing them anew takes longer than attention
         at += math.prod(shape)
@@ -248,7 +249,7 @@ def wanted(question: Question, slots: int, lengths: tuple[int, ...]) -> list[Ten
     leaves = [x.double().detach().requires_grad_() for x in (*qkv, sinks)]
     q, k, v = leaves[:3]
     out = dense_attention(
-        *(q, torch.cat((v, k), -1) if question.heads == "latents" else k, v),
+        *(q, torch.cat((v, k), -1) if question.heads.startswith("latents") else k, v),
         lengths,
         sinks=leaves[3] if question.sinks else None,
         factors=dropout_factors(question) if question.dropout else None,
@@ -289,7 +290,11 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     indices = chosen_positions(question, shard.micro_batch.lengths)
     indices = None if indices is None else shard.scatter(indices.to(shard.device))
 
-    options: dict[str, Any] = {"cp_comm_type": way.kind, "latents": question.heads == "latents", "kernel": way.kernel}
+    options: dict[str, Any] = {
+        "cp_comm_type": way.kind,
+        "latents": question.heads.startswith("latents"),
+        "kernel": way.kernel,
+    }
     options |= {"dropout": question.dropout, "dropout_seed": question.seed, "layer": question.seed % 2}
 
     def layer(*qkv: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What holds of every call of `attend`: autograd's ways to call it, types, blind rows, order of messages, lifetime."""
 
 import gc
+import itertools
 import os
 import weakref
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def of_three():
 def at_three_ranks(rank):
     os.environ["LOCAL_WORLD_SIZE"] = "3" if rank == 0 else "1"
     with World(Layout(ranks=3), backend=backend()) as world:
-        return ways(world) | {("every rank", "one node size"): world.node_size == 3}, blind(world)
+        return ways(world) | {("every rank", "one node size"): world.node_size == 3}, blind(world), lse_errors(world)
 
 
 def ways(world):
@@ -106,7 +107,7 @@ def same(one, other):
 
 
 def test_recomputation_double_use_and_no_grad_give_the_same(of_three):
-    for rank, (results, _) in enumerate(of_three):
+    for rank, (results, *_) in enumerate(of_three):
         assert all(results.values()), (rank, [what for what, good in results.items() if not good])
 
 
@@ -129,8 +130,63 @@ def blind(world):
 
 
 def test_rows_that_see_no_key_have_zero_output_and_gradients(of_three):
-    for _, of_calls in of_three:
+    for _, of_calls, _ in of_three:
         assert all(numbers == (0.0, True, True) for numbers in of_calls.values()), of_calls
+
+
+def dense_with_lse(q, k, v, sinks, lengths, window):
+    """Out and lse of documents one after another, by torch's own operations; sinks are keys without a value."""
+    outs, sums = [], []
+    for rows_q, rows_k, rows_v in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        groups = q.shape[1] // k.shape[1]
+        scores = torch.einsum("tnh,snh->nts", rows_q, rows_k.repeat_interleave(groups, 1)) * q.shape[2] ** -0.5
+        row = torch.arange(len(rows_q))
+        distance = row[:, None] - row
+        scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(row), 1)], -1)
+        sums.append(scores.logsumexp(-1).T)
+        outs.append(torch.einsum("nts,snh->tnh", scores.softmax(-1)[..., :-1], rows_v.repeat_interleave(groups, 1)))
+    return torch.cat(outs), torch.cat(sums)
+
+
+def lse_errors(world):
+    """By type and what the loss is a function of: the worst error of gradients of q, k, v and sinks."""
+    errors = {}
+    lengths = (20, 1, 9, 7)
+    shard = bind(micro_batch(((0, 1, 2), lengths[:3]), ((2, 0), lengths[3:])), world)
+    tensors = made(shard.tokens, (6, 8), (2, 8), (2, 8))
+    logits = made(6, ())[0]
+    weights = made(shard.tokens, (6, 8), (6,), seed=1)
+    uses = {"out and lse": (1.0, 1.0), "lse alone": (0.0, 1.0)}
+    for (name, shares), window in itertools.product(uses.items(), (5, 64)):
+        leaves = [x.clone().requires_grad_() for x in (*tensors, logits)]
+        exact = dense_with_lse(*leaves, lengths, window)
+        sum(share * (x * w).sum() for share, x, w in zip(shares, exact, weights, strict=True)).backward()
+        for kind in ("p2p", "all_gather", "auto"):
+            options = {"window": window, "cp_comm_type": kind, "with_lse": True}
+            local = [*leaves_of(shard, tensors), logits.clone().to(shard.device).requires_grad_()]
+
+            def call(q, k, v, sinks, options=options):
+                return attend(q, k, v, shard, sinks=sinks, **options)
+
+            found = checkpoint(call, *local, use_reentrant=False, context_fn=Recording().contexts)
+            parts = [shard.scatter(x.to(shard.device)) for x in weights]
+            sum(share * (x * w).sum() for share, x, w in zip(shares, found, parts, strict=True)).backward()
+            with torch.no_grad():
+                bare = call(*local)
+            sinks_gradient = world.control.sum_over_slots(local[3].grad.tolist())
+            differences = [
+                *(x - shard.scatter(y.detach().to(x.device)) for x, y in zip((*found, *bare), exact * 2, strict=True)),
+                *(x.grad - shard.scatter(y.grad.to(x.device)) for x, y in zip(local[:3], leaves, strict=False)),
+                torch.tensor(sinks_gradient, dtype=torch.float64) - leaves[3].grad,
+            ]
+            errors[name, window, kind] = max(x.detach().abs().max().item() for x in differences)
+    return errors
+
+
+def test_the_log_sum_exp_has_the_gradients_of_dense_attention(of_three):
+    for _, _, errors in of_three:
+        assert max(errors.values()) <= 1e-12, errors
 
 
 # ---- the order of messages, the same on all ranks

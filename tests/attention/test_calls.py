@@ -188,6 +188,8 @@ BAD = [
     ({"kernel": "cpu_flash", "softcap": 2.0}, "needs a call without softcap, got softcap; available here: reference"),
     ({"kernel": "cpu_flash", "dropout": 0.1, "dropout_seed": 0}, "got dropout; available here: reference"),
     ({"kernel": "cpu_flash", "indices": x(3, 8, dtype=torch.int32)}, "got indices; available here: reference"),
+    ({"kernel": "cpu_flash", "with_lse": True}, "needs a call without with_lse, .* got with_lse; available here: ref"),
+    ({"cp_comm_type": "a2a", "with_lse": True}, "is for cp_comm_type p2p and all_gather, got 'a2a' of group 0, which"),
     ({"kernel": "tests.attention.own.NEITHER"}, r"'tests.attention.own.NEITHER' is no Kernel; ava"),
     ({"cp_comm_type": "no_such_module.x"}, r"cp_comm_type is 'no_such_module.x', and no_such_module cannot"),
     ({"cp_comm_type": "tests.attention.own.NEITHER"}, "or the dotted name of a pair of functions of your own"),

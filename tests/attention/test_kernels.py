@@ -30,7 +30,7 @@ from longspan.errors import AttentionError
 from longspan.layout import Partition
 from longspan.plan import Group
 from longspan.testing import backend, run_ranks
-from tests.attention.cases import WAYS, Question, cases_of, micro_batch, run_cases
+from tests.attention.cases import KEYS_ARE_VALUES, WAYS, Question, cases_of, micro_batch, run_cases
 from tests.attention.test_attend import TYPES, needs
 from tests.interpreter import run_interpreted
 from tests.pairs import every_pair
@@ -338,6 +338,9 @@ TILES = {
     "window": [Tile(0, 37, 0, 37, 5, 0), Tile(37, 40, 37, 57, 5, 0)],
     "band before the diagonal": [Tile(0, 20, 0, 25, 7, -3)],
     "no limit on the right": [Tile(0, 30, 0, 10, 4, None)],
+    "a stride": [
+        Tile(*bounds, right=0, stride=3, slack=2) for bounds in ((0, 49, 0, 17), (49, 62, 17, 22), (62, 70, 22, 40))
+    ],
 }
 INTERPRETED = [  # tiles, sizes of heads and of values, softcap
     ("causal", 16, 16, 2.0),
@@ -345,6 +348,7 @@ INTERPRETED = [  # tiles, sizes of heads and of values, softcap
     ("window", 300, 280, 2.0),
     ("band before the diagonal", 16, 16, None),
     ("no limit on the right", 24, 40, 2.0),
+    ("a stride", 24, 16, None),
 ]
 
 
@@ -426,6 +430,7 @@ CHOSEN = cases_of(
     [
         Question("ragged", "latents", "float32", indices=7, sinks=True),
         Question("long", "latents", "float32", indices=40, window=80),
+        Question("ragged", KEYS_ARE_VALUES, "float32", indices=5),
     ],
     [replace(way, kernel="tests.attention.test_kernels.GATHERED_ON_CPUS") for way in WAYS[:3]],
 )

@@ -5,6 +5,7 @@ the later rows of their span.
 """
 
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from longspan.attention.masks import (
     Mask,
     _band_tiles,
     _drop_idle_limits,
+    entry_tilings,
     make_tilings,
     span_tiles,
     split_left_limits,
@@ -40,7 +42,7 @@ def seen(tilings, q_rows, k_rows):
     count = np.zeros((q_rows, k_rows), dtype=int)
     for tiling in tilings:
         for tile in tiling.tiles:
-            first = np.arange(tile.queries)[:, None] + tile.keys - tile.queries
+            first = tile.keys - 1 - (tile.queries - 1 - np.arange(tile.queries)[:, None] + tile.slack) // tile.stride
             keys = np.arange(tile.keys)
             mask = np.ones((tile.queries, tile.keys), dtype=int)
             if tile.left is not None:
@@ -121,6 +123,26 @@ masks = st.builds(Mask, st.just(True), st.none() | st.integers(1, 40), st.none()
 @settings(max_examples=30, deadline=None)
 def test_tiles_cover_what_is_visible_once(lengths, degree, mask, kind):
     check_tiles(lengths, degree, mask, kind)
+
+
+@given(lengths=documents_lengths, degree=st.integers(1, 5), stride=st.integers(1, 9), chosen=st.booleans(), kind=kinds)
+@example(lengths=(3, 4, 5, 8, 1), degree=2, stride=4, chosen=False, kind="zigzag")
+@settings(max_examples=30, deadline=None)
+def test_tiles_of_entries_cover_those_whose_windows_ended(lengths, degree, stride, chosen, kind):
+    counts = np.asarray(lengths) // stride
+    for q in shares_of(kind, lengths, degree):
+        tilings = entry_tilings(q, counts, stride, chosen=chosen)
+        document, position = columns(q)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        number = np.concatenate([np.arange(count) for count in counts])
+        ends = number * stride + stride - 1
+        visible = (document[:, None] == owner) & (position[:, None] >= ends)
+        if not chosen:
+            check_covered(tilings, q, whole(counts), visible)
+        pieces = [piece for tiling in tilings for tile in tiling.tiles for piece in tile.pieces(3)]
+        covered = seen([SimpleNamespace(tiles=pieces)], q.rows, int(counts.sum()))
+        assert (covered[visible] == 1).all() and (chosen or not covered[~visible].any())
+        assert len(tilings) <= 4, tilings
 
 
 @pytest.mark.parametrize("window", [1, 2, 12, 100])

@@ -1,4 +1,4 @@
-"""Rows before runs equal a list made row by row."""
+"""Rows before runs, and entries made of windows of rows, equal a list made row by row."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from longspan.layout import Partition
+from longspan.layout.entries import find_entries
 from longspan.layout.rows_before import RowsBefore, rows_before
 from tests.layout.strategies import examples
 
@@ -51,3 +52,35 @@ def test_rows_before_runs_come_from_their_owners(group: tuple[int, tuple[int, ..
             assert [arriving[row] for row in arrived] == wanted
         assert sorted(value.arrived[value.arrived >= 0].tolist()) == list(range(sum(value.receives)))
         assert value.travels == any(segment.start and reach for runs in segments for segment in runs)
+
+
+@examples
+@given(groups(), st.integers(0, 2))
+def test_entries_are_made_once_of_their_windows(
+    group: tuple[int, tuple[int, ...], Partition], windows_before: int
+) -> None:
+    stride, lengths, partition = group
+    segments = [partition.segments(member) for member in range(partition.degree)]
+    values = [
+        find_entries(segments, member, lengths, stride, windows_before=windows_before)
+        for member in range(partition.degree)
+    ]
+    names = [(document, w) for document, length in enumerate(lengths) for w in range(length // stride)]
+    assert sorted(np.concatenate(values[0].made).tolist()) == list(range(len(names)))
+    for member, value in enumerate(values):
+        sources = [
+            *_held_rows(partition, member),
+            *_arriving(partition, [other.before for other in values], member),
+            NONE,
+        ]
+        laid_out = [[sources[row] for row in rows] for rows in value.windows.tolist()]
+        assert len(value.own) == len(value.made[member]) and len(laid_out) >= 1
+        for place, number in zip(value.own.tolist(), value.made[member].tolist(), strict=True):
+            document, window = names[number]
+            assert (document, window * stride + stride - 1) in sources[: segments[member].rows]
+            assert value.positions[place] == window * stride
+            assert value.firsts[document] + window == number
+            for back in range(windows_before + 1):
+                first = (window - back) * stride
+                wanted = [(document, p) if first >= 0 else NONE for p in range(first, first + stride)]
+                assert laid_out[place - back] == wanted

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from numbers import Integral, Real
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
@@ -26,7 +26,7 @@ from longspan.attention.kernels import choose_kernel
 from longspan.attention.masks import Mask
 from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.rows import accumulation_dtype, cast_rows, contiguous_heads, take_rows
+from longspan.attention.rows import accumulation_dtype, cast_rows, contiguous_heads, deltas, take_rows
 from longspan.attention.saved_outputs import active_recording
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.autograd import break_graphs_around
@@ -36,6 +36,8 @@ from longspan.plan.check import COMM_TYPES
 from longspan.plan.messages import REPLAYED_NUMBERS
 
 REPLAYED_KERNELS = ("fa4", "torch_flash")
+# In these types the log-sum-exp of the local rows stays where the rows are.
+_WITH_LSE = ("p2p", "all_gather")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -56,6 +58,7 @@ class Arguments(NamedTuple):
     layer: int | None = None
     kernel: str | None = None
     latents: bool = False
+    with_lse: bool = False
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, latents: bool) -> None:
@@ -185,12 +188,19 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
     if group.degree == 1:  # nobody to communicate with
         return "p2p", 1
     sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
-    if comm_type == "auto" and call.indexed:
+    if comm_type == "auto" and call.with_lse:
+        comm_type = "p2p"
+    elif comm_type == "auto" and call.indexed:
         comm_type = "all_gather"  # queries and their indices stay where they are
     elif comm_type == "auto":
         world = world_of(shard.world_key)
         fastest = world.machine.fastest_type_price(group, call.sizes, node_size=world.node_size)
         comm_type, sizes = fastest.cp_comm_type, fastest.sizes
+    if call.with_lse and comm_type not in _WITH_LSE:
+        raise AttentionError(
+            f"with_lse=True is for cp_comm_type {' and '.join(_WITH_LSE)}, got {comm_type!r}{where}, which does not "
+            "bring the log-sum-exp and its gradient back to the rows; pass one of them"
+        )
     inner = group.degree if comm_type == "a2a" else 1
     if comm_type == "a2a+p2p":
         inner = _hierarchical_sizes(sizes, group.degree, where)[0]
@@ -307,6 +317,7 @@ def pack_call(
         spans=mask.causal and shard.has_spans,
         indexed=indices is not None,
         latents=arguments.latents,
+        with_lse=arguments.with_lse,
     )
     choices = choose_communication(shard, arguments, call)
     kernel = choose_kernel(call, arguments.kernel)
@@ -314,7 +325,8 @@ def pack_call(
     for part in shard.parts:
         comm_type, inner = choices[part.index] if part.index >= 0 else ("p2p", 1)
         members = cached_members(part, shard, mask, inner)
-        parts.append(CallPart(slice(part.start, part.stop), comm_type, members))
+        rows = slice(part.start, part.stop)
+        parts.append(CallPart(rows, comm_type, members, v_rows=rows))
     replays = None
     if kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS:
         node_size = world_of(shard.world_key).node_size
@@ -367,7 +379,13 @@ def find_comm_pattern(cp_comm_type: str, where: str = "") -> tuple[PatternForwar
     )
 
 
-@break_graphs_around
+@overload
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, with_lse: Literal[True], **arguments: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
 def attend(
     q: Tensor,
     k: Tensor,
@@ -389,7 +407,34 @@ def attend(
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     layer: int | None = None,
     kernel: str | None = None,
-) -> Tensor:
+    with_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@break_graphs_around
+def attend(  # pyright: ignore[reportInconsistentOverload]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: SequenceShard,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    latents: bool = False,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int | None = None,
+    first_head: int = 0,
+    cp_comm_type: str | Sequence[str] | None = None,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    layer: int | None = None,
+    kernel: str | None = None,
+    with_lse: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Attend from this rank's rows to all rows of their documents, wherever those are.
 
     q (T, N, H), k (T, K, H), v (T, K, Hv) -> (T, N, Hv), for the shard's T rows; query head n uses key/value head
@@ -419,6 +464,10 @@ def attend(
     `cp_comm_type` (p2p, all_gather, a2a, a2a+p2p, auto) and `hierarchical_context_parallel_sizes` (a2a, p2p) win over
     the groups' own; of a list with one per layer, `layer` picks.
 
+    `with_lse` returns (out, lse): the log-sum-exp (T, N) of each row's scores, sinks among them, in float32 (float64
+    for float64), −inf for a row that sees nothing. Both have gradients, so that attention to further keys can be joined
+    under one softmax; for p2p and all_gather.
+
     `kernel` names one of the support table (`longspan.attention.KERNELS`); by default the first that can. All sums
     over blocks and ranks are taken in a fixed order, so that a call gives the same bits again wherever its kernel
     does; under `torch.use_deterministic_algorithms(True)` every kernel does.
@@ -438,6 +487,7 @@ def attend(
         layer=layer,
         kernel=kernel,
         latents=latents,
+        with_lse=with_lse,
     )
     call = _cached_or_packed_call(q, k, v, sinks, shard, arguments, indices)
     if dropout:
@@ -450,11 +500,27 @@ def attend(
         words = (*shard.seed, layer_word) if dropout_seed is None else (dropout_seed,)
         call = replace(call, dropout=Dropout(dropout, mix_seed(*words), first_head))
     q = q if call.sign == 1 else q * call.sign  # the call's scale has no sign
-    # a node of autograd would only cost the host
+    results = run_call(q, k, v, sinks, indices, call)
+    return results if with_lse else results[0]
+
+
+def run_call(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor | None, call: AttendCall
+) -> tuple[Tensor, ...]:
+    """Run a packed call, with a node of autograd where gradients may be asked for: (out,), or (out, lse)."""
+    # A node of autograd would only cost the host.
     if not torch.is_grad_enabled() and active_recording.get() is None:
         q, k, v = map(contiguous_heads, (q, k, v))
-        return _attend_parts(q, k, v, _add_layer_tensors(call, sinks, indices))[0]
-    return _Attend.apply(q, k, v, sinks, indices, call)  # pyright: ignore[reportReturnType]
+        out, saved, _ = _attend_parts(q, k, v, _add_layer_tensors(call, sinks, indices))
+        return (out, _join_lse(saved)) if call.with_lse else (out,)
+    results: Any = _Attend.apply(q, k, v, sinks, indices, call)
+    return results if call.with_lse else (results,)
+
+
+def _join_lse(saved: Sequence[Tensor | None]) -> Tensor:
+    """Each part has one slice, whose log-sum-exp is that of the part's rows."""
+    parts = [x for x in saved[_SAVED - 1 :: _SAVED] if x is not None]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _hashable_argument(argument: Any) -> Any:
@@ -500,8 +566,9 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor | None, call: AttendCall
-    ) -> Tensor:
-        """Return the output (T, N, Hv) and save what backward needs; a recomputed layer takes both from its recording.
+    ) -> Any:
+        """Return the output (T, N, Hv), with `with_lse` the log-sum-exp too, and save what backward needs; a recomputed
+        layer takes them from its recording.
 
         `saved` and `slice_counts` are those of `_attend_parts`.
         """
@@ -520,9 +587,12 @@ class _Attend(torch.autograd.Function):
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         # `out` is saved once, for all the parts whose output is None in `saved`
         ctx.save_for_backward(sinks, indices, out if any(x is None for x in saved) else None, *saved)
-        # A view, for autograd refuses writes into a view that a function returns. A write into `out` would change what
+        # Views, for autograd refuses writes into a view that a function returns. A write into `out` would change what
         # backward reads, and in a checkpoint, where saved tensors are not checked for writes, without an error.
-        return out.view_as(out)
+        if not call.with_lse:
+            return out.view_as(out)
+        lse = _join_lse(saved)
+        return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
     @once_differentiable
@@ -536,13 +606,16 @@ class _Attend(torch.autograd.Function):
         slice_counts = ctx.slice_counts
         shapes = ctx.shapes
         dout_and_saved = [gradients[0].contiguous(), *saved]  # dout, the whole out or None, `saved` of `forward`
+        if call.with_lse:
+            # A score's gradient is w · (dout · value − delta + dlse): that of the log-sum-exp is one of the deltas.
+            dout_and_saved[1] = deltas(*dout_and_saved[:2]).sub_(gradients[1])
 
         # It gets the tensors of `dout_and_saved` that are not None, in order: a recorded replay takes tensors only.
         def run(call: AttendCall, *tensors: Tensor) -> list[Any]:
             remaining = iter(tensors)
             dout, out, *unread = cast(list[Any], [x if x is None else next(remaining) for x in dout_and_saved])
             parts: list[Gradients] = []
-            for (rows, cp_comm_type, members), count in zip(
+            for (rows, cp_comm_type, members, _), count in zip(
                 reversed(call.parts), reversed(slice_counts), strict=True
             ):
                 # the part's own tensors, which are the last unread ones; None is its output
@@ -601,8 +674,8 @@ def _attend_parts(
     def run(call: AttendCall, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
         parts = list[tuple[Tensor, Sequence[Saved]]]()
         with _disable_autocast(q):
-            for rows, cp_comm_type, members in call.parts:
-                part_inputs = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
+            for rows, cp_comm_type, members, v_rows in call.parts:
+                part_inputs = take_rows(q, rows), take_rows(k, rows), take_rows(v, v_rows)
                 part_out, slices = find_comm_pattern(cp_comm_type)[0](*part_inputs, members, call.for_rows(rows))
                 if save_local:
                     slices = [Saved(*part_inputs, part_out, x.lse) for x in slices]

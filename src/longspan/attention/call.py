@@ -42,11 +42,15 @@ class Saved(NamedTuple):
 
 
 class CallPart(NamedTuple):
-    """The local rows of one group, how the group communicates, and who its members are."""
+    """The local rows of one group, how the group communicates, and who its members are.
+
+    `v_rows` are the part's rows of v: `rows`, but where v is entries (`entries.py`).
+    """
 
     rows: slice
     cp_comm_type: str
     members: Members
+    v_rows: slice
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,11 @@ class AttendCall:
     scale of 0). `sinks` (N,) and `dropout` are those of the heads at hand. `one_document`: every group has one
     document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/segments.py`),
     under a causal mask. `indexed`: rows see chosen keys, those at the positions `indices` (rows at hand, k).
-    `latents`: a key is the numbers of its value and then those of k. `replays` are
-    recordings of the call's launches, where it may have any. `deterministic`: the same bits again; torch's own
-    switch by default. A caller who only looks for a kernel or a communication type leaves out the rest:
+    `latents`: a key is the numbers of its value and then those of k. `stride`: keys are entries, of which rows see one
+    more every `stride` rows, beside the rows of `window_call`. `with_lse`: the log-sum-exp is returned too, with a
+    gradient. `replays` are recordings of the call's launches, where it may have any. `deterministic`: the same bits
+    again; torch's own switch by default. A caller who only looks for a kernel or a communication type leaves out the
+    rest:
 
     >>> choose_kernel(AttendCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'
@@ -81,6 +87,9 @@ class AttendCall:
     spans: bool = False
     indexed: bool = False
     latents: bool = False
+    stride: int = 1
+    with_lse: bool = False
+    window_call: "AttendCall | None" = None
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     kernel: "Kernel | None" = None
     parts: tuple[CallPart, ...] = ()
@@ -104,13 +113,14 @@ class AttendCall:
 
     @property
     def features(self) -> frozenset[str]:
-        """Which of "window", "softcap", "dropout", "indices" and "latents" the call has; some kernels lack them."""
+        """Which features the call has that some kernels lack: window, softcap, dropout, indices, latents, stride."""
         values = {
             "window": self.mask.window or self.spans,  # later keys of a span are masked as by a window
             "softcap": self.softcap,
             "dropout": self.dropout,
             "indices": self.indexed,
             "latents": self.latents,
+            "stride": self.stride > 1,
         }
         return frozenset(name for name, value in values.items() if value)
 
@@ -193,6 +203,8 @@ class Kernel:
         if missing := self.required - call.features:
             needed = " and ".join(sorted(self.required))
             return f"needs a call with {needed}, got none of {' and '.join(sorted(missing))}"
+        if call.with_lse and not self.takes_deltas(call):
+            return "needs a call without with_lse, whose gradient is one of dout · out, got with_lse"
         if call.deterministic and not self.deterministic:
             return "needs torch.use_deterministic_algorithms(False), got deterministic mode"
         return self.unsupported_reason(call.device)
@@ -229,6 +241,8 @@ class AttentionCache:
         self.listed_by_layer = listed_by_layer  # whether a group's types are a list with one per layer
         self.calls: dict[Any, AttendCall] = {}
         self.members: dict[tuple[int, int, Mask], Members] = {}
+        # What `entries.shard_entries` makes, by its arguments.
+        self.entries: dict[Any, Any] = {}
 
 
 _caches = WeakKeyDictionary[SequenceShard, AttentionCache]()  # freed with their shards

@@ -116,11 +116,11 @@ def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
     return Segments(document, start, stop, segments.offset[run] + start - segments.start[run])
 
 
-def make_tilings(tiles: TileArrays, *, repeats_keys: bool = False) -> tuple[Tiling, ...]:
+def make_tilings(tiles: TileArrays, *, repeats_keys: bool = False, stride: int = 1) -> tuple[Tiling, ...]:
     """Make tilings of these tiles: the tiles of one tiling have the same mask, and each document has one at most.
 
     The i-th tile of a document with some mask goes into that mask's i-th tiling. Tilings come in the order of their
-    first tiles; `repeats_keys` is passed on to them.
+    first tiles; `repeats_keys` is passed on to them, and `stride` to those with a limit.
     """
     if not len(tiles.document):
         return ()
@@ -143,7 +143,8 @@ def make_tilings(tiles: TileArrays, *, repeats_keys: bool = False) -> tuple[Tili
         hides_left, hides_right = _find_hiding_limits(launch_tiles)
         left = int(launch_tiles.left[0]) if hides_left.any() else None
         right = int(launch_tiles.right[0]) if hides_right.any() else None
-        tilings.append(Tiling(bounds, left, right, repeats_keys=repeats_keys))
+        limited_stride = 1 if right is None else stride
+        tilings.append(Tiling(bounds, left, right, repeats_keys=repeats_keys, stride=limited_stride))
     return tuple(tilings)
 
 
@@ -316,3 +317,29 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
     )
     tiles = tiles.select((start < stop) & (k_start < k_stop))
     return min((make_tilings(arrays) for arrays in (tiles, split_left_limits(tiles))), key=len)
+
+
+def entry_tilings(q: Segments, counts: Integers, stride: int, *, chosen: bool) -> tuple[Tiling, ...]:
+    """Return the tilings that cover what the rows of `q` see of entries, which lie document after document.
+
+    `counts` (documents,) are how many entries each has; a row at position p sees those of windows of `stride` rows that
+    end by p. A run's rows up to the end of its last window see one key more every `stride` rows, those after it all
+    that have ended. `chosen`: rows choose among the entries that they see, so that tiles hide none.
+    """
+    first_keys = (np.cumsum(counts) - counts)[q.document]
+    seen = np.minimum(q.stop // stride, counts[q.document])
+    start = np.minimum(np.maximum(q.start, stride - 1), q.stop)
+    end = np.clip(seen * stride, start, q.stop)
+    no_limit = np.full_like(start, -1)
+    limit = no_limit if chosen else np.zeros_like(start)
+    to_row = q.offset - q.start
+    keys = (first_keys, first_keys + seen, no_limit)
+    body = TileArrays(q.document, start + to_row, end + to_row, *keys, limit)
+    tail = TileArrays(q.document, end + to_row, q.stop + to_row, *keys, no_limit)
+    if chosen:
+        body = body._replace(q_stop=tail.q_stop)
+        tail = tail._replace(q_start=tail.q_stop)
+    tiles = TileArrays(*(np.concatenate(columns) for columns in zip(body, tail, strict=True)))
+    return make_tilings(
+        tiles.select((tiles.q_start < tiles.q_stop) & (tiles.k_start < tiles.k_stop)), stride=stride
+    )

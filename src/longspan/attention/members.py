@@ -148,9 +148,13 @@ class Members:
         if starts not in self._gathered_orders:
             order = np.empty(sum(self.counts), dtype=np.int64)
             for member, start in enumerate(starts):
-                order[self.part.group.shares.rows(member)] = np.arange(start, start + self.counts[member])
+                order[self.key_numbers(member)] = np.arange(start, start + self.counts[member])
             self._gathered_orders[starts] = to_device(order, self.device)
         return self._gathered_orders[starts]
+
+    def key_numbers(self, member: int) -> Integers:
+        """Return the numbers of the keys that a member brings to a gather, among the group's in document order."""
+        return self.part.group.shares.rows(member)
 
     @cached_property
     def key_indices_by_launch(self) -> list[Tensor]:
@@ -159,7 +163,7 @@ class Members:
 
         The rows are listed member after member, as a reduce-scatter sends them.
         """
-        by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
+        by_member = np.concatenate([self.key_numbers(member) for member in range(self.degree)])
         indices = list[Tensor]()
         for launch in self.launches(None):
             rows = launch.distinct_key_rows

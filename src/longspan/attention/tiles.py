@@ -26,6 +26,9 @@ class Tile(NamedTuple):
     Query row i of the tile sees its keys j with i + d − left ≤ j ≤ i + d + right, where d = keys − queries: the last
     row is aligned to the last key, as in FlashAttention; None is no limit. In a tile every row sees a key and every
     key is seen by a row.
+
+    With a `stride` s rows are aligned to one key more every s rows: row i to key
+    keys − 1 − ⌊(queries − 1 − i + slack) / s⌋. With a slack of s − 1 the row before the last one sees a key less.
     """
 
     q_start: int
@@ -34,6 +37,8 @@ class Tile(NamedTuple):
     k_stop: int
     left: int | None = None
     right: int | None = None
+    stride: int = 1
+    slack: int = 0
 
     @property
     def queries(self) -> int:
@@ -54,6 +59,11 @@ class Tile(NamedTuple):
         does: that is `moved` keys before the row's key in this tile. Limits count from the aligned key, so they change
         by as much.
         """
+        if self.stride > 1:
+            assert self.left is None and self.right == 0, "a tile with a stride has no other limit"
+            hidden, slack = divmod(self.queries - stop + self.slack, self.stride)
+            rows = {"q_start": self.q_start + start, "q_stop": self.q_start + stop}
+            return self._replace(**rows, k_stop=self.k_stop - hidden, slack=slack)
         shift = self.keys - self.queries
         first_key = 0 if self.left is None else max(0, start + shift - self.left)
         end_key = self.keys if self.right is None else min(self.keys, stop + shift + self.right)
@@ -73,25 +83,28 @@ class Tiling:
     """Tiles for one kernel launch: all with the mask `left`, `right`, no query row and no key row in two of them.
 
     `bounds` (tiles, 4) holds the q_start, q_stop, k_start and k_stop of each; `tiles` are the same, one by one. Where
-    `repeats_keys`, key rows may be in several tiles: a kernel receives such a row once for each of them.
+    `repeats_keys`, key rows may be in several tiles: a kernel receives such a row once for each of them. Tiles with a
+    `stride` have a slack of stride − 1.
     """
 
     bounds: Integers
     left: int | None
     right: int | None
     repeats_keys: bool = field(default=False, kw_only=True)
+    stride: int = field(default=1, kw_only=True)
 
     @staticmethod
     def from_tiles(tiles: Iterable[Tile]) -> "Tiling":
         """Return a tiling of some tiles, at least one, that all have the same mask."""
         tile_list = tuple(tiles)
-        return Tiling(
-            np.asarray([tile[:4] for tile in tile_list], dtype=np.int64), tile_list[0].left, tile_list[0].right
-        )
+        bounds = np.asarray([tile[:4] for tile in tile_list], dtype=np.int64)
+        first = tile_list[0]
+        return Tiling(bounds, first.left, first.right, stride=first.stride)
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        return tuple(Tile(*bounds, left=self.left, right=self.right) for bounds in self.bounds.tolist())
+        mask = {"left": self.left, "right": self.right, "stride": self.stride, "slack": self.stride - 1}
+        return tuple(Tile(*bounds, **mask) for bounds in self.bounds.tolist())
 
     def q_rows(self) -> slice | Integers:
         """The query rows of all tiles in order; a slice where they follow each other."""
@@ -112,7 +125,7 @@ class Tiling:
         """Return the tiles over `x[q_rows()]` and `x[k_rows()]`: each begins where the one before ends."""
         stops = np.cumsum(self.sizes, axis=0)
         bounds = np.stack([stops - self.sizes, stops], axis=2).reshape(-1, 4)
-        return Tiling(bounds, self.left, self.right)
+        return Tiling(bounds, self.left, self.right, stride=self.stride)
 
     def blocks(self, rows: int, *, of_keys: bool) -> npt.NDArray[np.int32]:
         """Cut every tile into blocks of `rows` query rows, or with `of_keys` of so many keys.
@@ -278,7 +291,8 @@ def visible_key_mask(tile: Tile, device: torch.device) -> Tensor | None:
     """Return which keys each query row of a tile sees: (queries, keys) bool; None where every row sees every key."""
     if tile.left is None and tile.right is None:
         return None
-    aligned_key = torch.arange(tile.queries, device=device)[:, None] + (tile.keys - tile.queries)
+    rows_after = tile.queries - 1 - torch.arange(tile.queries, device=device)[:, None]
+    aligned_key = tile.keys - 1 - (rows_after + tile.slack) // tile.stride
     keys = torch.arange(tile.keys, device=device)
     seen = torch.ones((tile.queries, tile.keys), dtype=torch.bool, device=device)
     if tile.left is not None:

@@ -12,21 +12,26 @@ from longspan.comm.world import world_of
 from longspan.layout.rows_before import PrefixTree, RowsBefore, rows_before
 
 
+def part_rows_before(part: ShardPart, reach: int) -> RowsBefore:
+    """Return the rows before the runs of this rank's part of a group."""
+    group = part.group
+    prefixes = None
+    if group.parents is not None:
+        prefixes = PrefixTree(np.asarray(group.parents), np.asarray(group.bases))
+    return rows_before([part.segments(member) for member in range(part.degree)], part.member, reach, prefixes)
+
+
 class RowFetch:
     """The exchange of `RowsBefore` for one part of a shard; make it once a shard, for all layers.
 
-    >>> arrived = RowFetch(part, reach=3, device=shard.device).fetch(x, "rows before a run")   # x (T, C) -> (rows, C)
+    >>> fetch = RowFetch(part, part_rows_before(part, reach=3), shard.device)
+    >>> arrived = fetch.fetch(x, "rows before a run")   # x (T, C) -> (rows, C)
     """
 
-    def __init__(self, part: ShardPart, reach: int, device: torch.device) -> None:
+    def __init__(self, part: ShardPart, before: RowsBefore, device: torch.device) -> None:
         self.part: ShardPart = part
-        group = part.group
-        prefixes = None
-        if group.parents is not None:
-            prefixes = PrefixTree(np.asarray(group.parents), np.asarray(group.bases))
-        segments = [part.segments(member) for member in range(part.degree)]
-        self.before: RowsBefore = rows_before(segments, part.member, reach, prefixes)
-        self.rows: Tensor = to_device(self.before.rows, device)
+        self.before: RowsBefore = before
+        self.rows: Tensor = to_device(before.rows, device)
 
     @property
     def channel(self) -> Channel:

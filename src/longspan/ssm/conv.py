@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from longspan.comm import to_device
 from longspan.comm.autograd import break_graphs_around
-from longspan.comm.row_fetch import RowFetch
+from longspan.comm.row_fetch import RowFetch, part_rows_before
 from longspan.comm.shard import SequenceShard, check_is_shard
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers, expand_runs
@@ -51,7 +51,7 @@ def cached_reads(chains: Chains, width: int) -> ConvolutionReads:
     kept in them for all layers.
     """
     if width not in chains.convolution_reads:
-        fetch = RowFetch(chains.part, width, chains.device)
+        fetch = RowFetch(chains.part, part_rows_before(chains.part, width), chains.device)
         arrived = fetch.before.arrived
         runs = _lay_out_runs(chains.lengths, arrived, chains.device)
         readers = np.flatnonzero((arrived >= 0).any(1))

@@ -15,7 +15,7 @@ from longspan.errors import AttentionError, import_object
 from longspan.plan.kernel_names import KERNEL_NAMES
 
 # That some kernels lack; masks, sinks and scale are everybody's.
-FEATURES = ("window", "softcap", "dropout", "indices", "latents")
+FEATURES = ("window", "softcap", "dropout", "indices", "latents", "stride")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -67,7 +67,7 @@ _ROWS = (
     _table_row(
         "triton_flash",
         triton_flash,
-        features=frozenset({"window", "softcap", "indices"}),
+        features=frozenset({"window", "softcap", "indices", "stride"}),
         head_sizes=HeadSizes(largest=triton_flash.LARGEST),
         **_TRITON,
     ),

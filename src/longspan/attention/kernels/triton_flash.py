@@ -172,6 +172,7 @@ def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> d
         "HAS_LEFT": launch.left is not None,
         "HAS_RIGHT": launch.right is not None,
         "HAS_BITS": call.indices is not None,
+        "STRIDE": launch.tiling.stride,
         "SIZE": q.shape[2],
         "V_SIZE": v.shape[2],
         "WIDTH": padded_size(q),

@@ -1,7 +1,7 @@
 """Triton kernels of `triton_flash.py`, their only importer: CPU builds of torch lack triton.
 
 A program owns a block of rows (or keys) of one tile and head, and walks the keys (or rows) that it meets; `blocks` (n,
-2) lists tile and first row. Row i is aligned to key i + keys − rows; it sees `left` keys before and `right` after it.
+2) lists tile and first row. A row sees `left` keys before and `right` after the one that it is aligned to.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -17,6 +17,14 @@ _NO_KEY = tl.constexpr(-1e30)  # `rows.NO_KEY`
 def _cap_scores(scores, softcap):
     """softcap · tanh(scores / softcap), by the sigmoid that Triton has."""
     return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+
+
+@triton.jit
+def _align_to_key(row, rows, keys, STRIDE: tl.constexpr):
+    """Return the key that a row is aligned to: one more every STRIDE rows, and the last key for the last row alone."""
+    if STRIDE == 1:
+        return row + (keys - rows)
+    return keys - 1 - (rows - 1 - row + STRIDE - 1) // STRIDE
 
 
 @triton.jit
@@ -57,22 +65,25 @@ def find_tile(blocks, q_ends, k_ends):
 
 @triton.jit
 def _find_visible_keys(
-    first_aligned,
+    start,
+    rows,
     keys,
     left,
     right,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """The beginning is rounded down to a whole number of blocks of KEYS."""
+    """The beginning is rounded down to a whole number of blocks of KEYS; the end is that of the block's last row."""
     first_key = 0
     end_key = keys
     if HAS_LEFT:
-        first_key = tl.maximum(first_aligned - left, 0) // KEYS * KEYS
+        first_key = tl.maximum(_align_to_key(start, rows, keys, STRIDE) - left, 0) // KEYS * KEYS
     if HAS_RIGHT:
-        end_key = tl.minimum(first_aligned + ROWS + right, keys)
+        last_row = tl.minimum(start + ROWS, rows) - 1
+        end_key = tl.minimum(_align_to_key(last_row, rows, keys, STRIDE) + 1 + right, keys)
     return first_key, end_key
 
 
@@ -138,6 +149,7 @@ def forward(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_BITS: tl.constexpr,
+    STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -165,9 +177,9 @@ def forward(
     lse += q_start.to(tl.int64) * heads + head
 
     row = start + tl.arange(0, ROWS)
-    aligned = row + (keys - rows)
+    aligned = _align_to_key(row, rows, keys, STRIDE)
     q_block = _load_rows(q, row, q_row, rows, SIZE, WIDTH)
-    first_key, end_key = _find_visible_keys(start + keys - rows, keys, left, right, HAS_LEFT, HAS_RIGHT, ROWS, KEYS)
+    first_key, end_key = _find_visible_keys(start, rows, keys, left, right, HAS_LEFT, HAS_RIGHT, STRIDE, ROWS, KEYS)
     if HAS_BITS:
         row_bits = bits + tl.load(bit_starts + tile) + row.to(tl.int64) * tl.cdiv(keys, 64)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -230,6 +242,7 @@ def query_gradients(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_BITS: tl.constexpr,
+    STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -257,12 +270,12 @@ def query_gradients(
     delta += q_start.to(tl.int64) * heads + head
 
     row = start + tl.arange(0, ROWS)
-    aligned = row + (keys - rows)
+    aligned = _align_to_key(row, rows, keys, STRIDE)
     q_block = _load_rows(q, row, q_row, rows, SIZE, WIDTH)
     dout_block = _load_rows(dout, row, dout_row, rows, V_SIZE, V_WIDTH)
     row_lse = tl.load(lse + row.to(tl.int64) * heads, mask=row < rows, other=0.0) * _LOG2_E
     row_delta = tl.load(delta + row.to(tl.int64) * heads, mask=row < rows, other=0.0)
-    first_key, end_key = _find_visible_keys(start + keys - rows, keys, left, right, HAS_LEFT, HAS_RIGHT, ROWS, KEYS)
+    first_key, end_key = _find_visible_keys(start, rows, keys, left, right, HAS_LEFT, HAS_RIGHT, STRIDE, ROWS, KEYS)
     if HAS_BITS:
         row_bits = bits + tl.load(bit_starts + tile) + row.to(tl.int64) * tl.cdiv(keys, 64)
     result = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -317,6 +330,7 @@ def key_gradients(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_BITS: tl.constexpr,
+    STRIDE: tl.constexpr,
     WANTS_K: tl.constexpr,
     WANTS_V: tl.constexpr,
     SIZE: tl.constexpr,
@@ -348,7 +362,9 @@ def key_gradients(
     first_row = 0
     end_row = rows
     if HAS_RIGHT:
-        first_row = tl.maximum(start - shift - right, 0) // ROWS * ROWS
+        # The first row that is aligned to key start − right, or to a later one.
+        first_row = rows - 1 - (keys - 1 - start + right) * STRIDE
+        first_row = tl.maximum(first_row, 0) // ROWS * ROWS
     if HAS_LEFT:
         end_row = tl.minimum(start + KEYS - shift + left, rows)
     if WANTS_K:
@@ -363,7 +379,7 @@ def key_gradients(
         head = kv_head * group + member
         for block_start in range(first_row, end_row, ROWS):
             row = block_start + tl.arange(0, ROWS)
-            aligned = row + shift
+            aligned = _align_to_key(row, rows, keys, STRIDE)
             q_block = _load_rows(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
             dout_block = _load_rows(dout + head * dout_head, row, dout_row, rows, V_SIZE, V_WIDTH)
             row_lse = tl.load(lse + row.to(tl.int64) * heads + head, mask=row < rows, other=0.0) * _LOG2_E
