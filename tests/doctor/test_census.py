@@ -37,13 +37,13 @@ EXACT = {
     "minicpm3": "MLA, scaled embeddings",
     "gpt_neox": "attention and network side by side",
     "qwen2_moe": "experts and a shared one behind a gate",
+    "deepseek_v4": "entries made of windows of rows, some chosen, several streams, experts by token id",
 }
 REFUSED = {
     "falcon": "bypasses",
     "mamba": "linear_attention",
     "bart": "encoder_attn",
     "gemma3_text+bidirectional": "not causal",
-    "deepseek_v4": "keys are compressed from windows of rows",
     "minimax_m3_vl_text": "choose blocks of keys for each key/value head",
     "qwen4_exp": "whose indexer does more than to score keys one by one",
 }
@@ -55,7 +55,7 @@ WITH_IMAGES = {
 # In the whole suite: other tests of this kind of attention or router compare these with the stock model in CI.
 WHOLE = ("gemma2", "mistral", "mixtral", "opt", "nemotron", "gpt_oss", "deepseek_v3+yarn", "phi3+longrope")
 WHOLE += ("granite", "cohere2", "qwen2_moe", "gpt_neox", "smolvlm", "llama+llama3", "qwen3+yarn", "llava_next")
-WHOLE += ("gemma3_text", "minicpm3", "gemma3n_text", "qwen3_vl_moe")
+WHOLE += ("gemma3_text", "minicpm3", "gemma3n_text", "qwen3_vl_moe", "deepseek_v4")
 CASES = (Case(cp=2, plan="several", recompute="full"), Case(cp=2, cp_comm_type="all_gather"))
 IMAGE_CASES = (Case(cp=2, plan="several", recompute="full", encoder=1),)
 

@@ -12,6 +12,7 @@ from longspan.model.feature import Call, Feature
 from longspan.model.kinds import (
     SCORE_HEADS,
     attends_to_chosen_keys,
+    attends_to_entries,
     expert_modules,
     is_indexer,
     is_mixer,
@@ -46,6 +47,7 @@ FEATURES: list[tuple[Callable[[Call], Any], str]] = [
         lambda call: any(is_indexer(module) or attends_to_chosen_keys(module) for module in call.model.modules()),
         "longspan.model.seams.chosen_keys.indexers:IndexerFeature",
     ),
+    (lambda call: any(map(attends_to_entries, call.model.modules())), "longspan.model.seams.entries:EntryFeature"),
     (
         lambda call: call.world.home.pp > 1 or call.options.changes_any("virtual_stages", "pipeline_schedule"),
         "longspan.model.pipeline.pipeline:PipelineFeature",

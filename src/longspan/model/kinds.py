@@ -4,6 +4,7 @@ The file of a kind is not imported here; modules of peft are told in `adapted_mo
 """
 
 import inspect
+from functools import cache
 from types import FunctionType
 from typing import Any, cast
 
@@ -103,6 +104,65 @@ def attends_to_chosen_keys(module: nn.Module) -> bool:
     return "prev_topk_indices" in forward.__code__.co_varnames
 
 
+# ---- modules that make keys of windows of rows, "entries", and those that choose among them (`seams/entries.py`)
+
+_WINDOW_CALLS = {"store_compression_weights", "update_compressor_states"}  # of a cache: rows in, entries out
+_OVERLAP_CALL = "update_overlap_state"  # of a cache: rows of the window before the first one
+_IN_COMPRESSORS = frozenset({
+    *_WINDOW_CALLS,
+    _OVERLAP_CALL,
+    *("kv_proj", "gate_proj", "kv_norm", "position_bias", "rotary_emb", "rope_layer_type", "indexer"),
+    *("compress_rate", "head_dim", "layers", "apply_rotary_pos_emb"),
+    *("torch", "arange", "device", "dtype", "float32", "float", "shape", "to"),
+    *("softmax", "sum", "masked_fill", "new_full", "new_zeros", "full_like", "where", "scatter_"),
+    *("expand", "squeeze", "unsqueeze", "view"),
+})  # fmt: skip
+_IN_ENTRY_INDEXERS = _IN_COMPRESSORS | frozenset({
+    *(_TOP_KEYS, "indices", "index_topk", "min", "q_b_proj", "scorer", "num_heads", "transpose"),
+})  # fmt: skip
+
+
+@cache
+def _names_in_forward(kind: type[nn.Module]) -> frozenset[str]:
+    forward = inspect.unwrap(kind.forward)
+    return frozenset(forward.__code__.co_names if isinstance(forward, FunctionType) else ())
+
+
+def makes_entries(module: Any) -> bool:
+    """Return whether a module compresses windows of rows to keys, "entries", in a way that is known: its forward hands
+    rows to a cache's layer and takes whole windows of them, and names nothing outside of `_IN_COMPRESSORS`.
+    """
+    return isinstance(module, nn.Module) and _WINDOW_CALLS <= _names_in_forward(type(module)) <= _IN_COMPRESSORS
+
+
+def chooses_entries(module: Any) -> bool:
+    """Return whether a module makes entries of its own and takes the best of them for each row, in a way that is
+    known.
+    """
+    if not isinstance(module, nn.Module):
+        return False
+    return {*_WINDOW_CALLS, _TOP_KEYS} <= _names_in_forward(type(module)) <= _IN_ENTRY_INDEXERS
+
+
+def reads_window_before(compressor: nn.Module) -> bool:
+    """Return whether an entry is made of its own window and the one before it."""
+    return _OVERLAP_CALL in _names_in_forward(type(compressor))
+
+
+def find_choosing_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the modules that choose keys or entries, by name: their weights get no gradient."""
+    return {name: module for name, module in model.named_modules() if is_indexer(module) or chooses_entries(module)}
+
+
+def attends_to_entries(module: nn.Module) -> bool:
+    """Return whether a module attends to the entries of its `compressor`, and an indexer in that is known."""
+    compressor = getattr(module, "compressor", None)
+    if not makes_entries(compressor) or "compressor" not in _names_in_forward(type(module)):
+        return False
+    indexer = getattr(compressor, "indexer", None)
+    return indexer is None or chooses_entries(indexer)
+
+
 # ---- heads that score (`score_heads.py`)
 
 # how names of classes with a head of scores end
@@ -136,9 +196,20 @@ def router_modules(model: nn.Module) -> dict[str, nn.Module]:
     return routers
 
 
+def choosing_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the routers that choose experts by scores, by name: those that choose by token ids have nothing to
+    balance.
+    """
+    return {name: router for name, router in router_modules(model).items() if not _routes_by_ids(router)}
+
+
+def _routes_by_ids(router: nn.Module) -> bool:
+    return "input_ids" in inspect.signature(class_forward(router)).parameters
+
+
 def router_sizes(model: nn.Module) -> tuple[int, ...]:
-    """Return how many experts each router of the model chooses from."""
-    return tuple(int(router.num_experts) for router in router_modules(model).values())  # pyright: ignore
+    """Return how many experts each router of the model chooses from by scores."""
+    return tuple(int(router.num_experts) for router in choosing_routers(model).values())  # pyright: ignore
 
 
 def has_experts(model: Any) -> bool:

@@ -235,6 +235,7 @@ def _make_call_rules(
     separate = {
         "keys that an indexer chooses": any(call.indexed for call in record.calls),
         "chunks of positions that see each other": any(call.chunk for call in record.calls),
+        "entries made of windows of rows": any(call.entries for call in record.calls),
     }
     drops = {
         "dropout of attention weights": any(rates),

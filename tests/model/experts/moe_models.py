@@ -14,8 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
-from longspan.model.experts.moe import router_modules
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.kinds import router_modules
 from tests.model.stock import REFERENCE, SIZES, answer, random_model
 
 EXPERTS = 8

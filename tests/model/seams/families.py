@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.model.stock import SIZES, VOCABULARY, at_random
+from tests.model.stock import SIZES, VOCABULARY, random_model
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 PLAIN = {name: size for name, size in SIZES.items() if name != "head_dim"}
@@ -50,6 +50,26 @@ INDEXED = {name: size for name, size in PLAIN.items() if name != "num_key_value_
 IN_GROUPS = {"n_group": 1, "topk_group": 1}
 SHARED = {"num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4, "indexer_types": ["full", "shared"] * 2}
 MANY_HEADS = ", many index heads"
+# Entries of 8 rows in one layer, of 4 in the next, of which each row chooses 3; experts by token id, then by scores.
+ENTRIES = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")} | {
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+    "compress_rates": {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4},
+    "mlp_layer_types": ["hash_moe", "moe"],
+    "hc_mult": 2,
+    "index_topk": 3,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", OPT),
@@ -70,7 +90,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "a.x-k2": ("AXK2Config", INDEXED),
     "hy-v4": ("HYV4Config", INDEXED | IN_GROUPS | SHARED),
     "dots.3": ("Dots3NoteTextConfig", INDEXED | IN_GROUPS),
+    "deepseek-v4": ("DeepseekV4Config", ENTRIES),
 }
+
+
+EAGER = ("hy-v4", "deepseek-v4")
 
 
 def here(families: Sequence[str]) -> list[str]:
@@ -79,7 +103,9 @@ def here(families: Sequence[str]) -> list[str]:
 
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
     config_class, values = FAMILIES[family]
-    return at_random(getattr(transformers, config_class)(**values | changes), "eager" if family == "hy-v4" else "sdpa")
+    config = getattr(transformers, config_class)(**values | changes)
+    attention = "eager" if family in EAGER else "sdpa"
+    return random_model(config, attn_implementation=attention, experts_implementation="eager")
 
 
 def gradient_error(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:

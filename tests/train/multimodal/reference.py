@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Document
-from longspan.model.experts.moe import router_modules
+from longspan.model.kinds import router_modules
 from longspan.multimodal import MediaDocuments
 from tests.model.deep import deep_config
 from tests.model.experts.moe_models import router_losses

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from longspan import Document, Layout, World, plan_fixed, run_step
-from longspan.model.experts.moe import router_modules
+from longspan.model.kinds import router_modules
 from longspan.model.seams.call_rules import call_rules
 from longspan.mtp import MtpLoss
 from longspan.testing import backend, run_ranks

@@ -26,7 +26,7 @@ from longspan.model.adapters.adapter import Adapter, adapter_parameters, find_ad
 from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.adapters.new_adapter import DrawnAdapter
 from longspan.model.feature import Call, Feature
-from longspan.model.kinds import expert_modules, find_indexers
+from longspan.model.kinds import expert_modules, find_choosing_modules
 from longspan.model.layers import is_tied, mtp_depths
 from longspan.model.mtp.depths import reasons_against_mtp, select_mtp_weights
 from longspan.model.weights.fill import find_deferred_weights
@@ -98,7 +98,7 @@ def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
 def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
     """At most one reason: that of the first such module in the order of the model."""
     experts = expert_modules(model).values()
-    indexers = tuple(f"{name}." for name in find_indexers(model))
+    indexers = tuple(f"{name}." for name in find_choosing_modules(model))
     for name, module in peft_modules(model).items():
         layer: Any = module
         if name.startswith(indexers):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_adapted
 from longspan.model.adapters.adapter import adapted_weights, adapter_parameters
-from longspan.model.kinds import SCORE_HEADS, expert_modules, find_indexers, name_without_adapter
+from longspan.model.kinds import SCORE_HEADS, expert_modules, find_choosing_modules, name_without_adapter
 from longspan.model.layers import architecture_name, decoder_layers, towers_beside_text_model
 from longspan.model.mtp.depths import unwrap_trained_mtp
 from longspan.model.parts import is_tied
@@ -142,7 +142,7 @@ def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | No
     towers = {id(tower) for tower in towers_beside_text_model(model)}
     tower_names = [name for name, module in model.named_modules() if id(module) in towers]
     pattern = f"({'|'.join(map(re.escape, tower_names))})(\\..*)?" if tower_names else None
-    untrained = tuple(f"{name}." for name in find_indexers(model))
+    untrained = tuple(f"{name}." for name in find_choosing_modules(model))
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     linears = [name for name in linears if not name.startswith(untrained)]
     return [name for name in linears if not (pattern and re.fullmatch(pattern, name))], pattern

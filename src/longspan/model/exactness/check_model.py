@@ -17,10 +17,12 @@ from longspan.model.feature import Feature
 from longspan.model.kinds import (
     ROWWISE_LAYER_TYPES,
     attends_to_chosen_keys,
-    find_indexers,
+    attends_to_entries,
+    find_choosing_modules,
     find_mixers,
     has_experts,
     is_mixer,
+    makes_entries,
     score_columns,
 )
 from longspan.model.layers import (
@@ -44,13 +46,12 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 _MIXING = ("linear_attention", "conv", "hybrid", "mamba")  # types of layers that may contain a mixer
 
+_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+
 # Each value says what is missing for layers of this type, whose keys are chosen.
 _CHOSEN_KEYS = {
     **dict.fromkeys(INDEXED, "whose indexer does more than to score keys one by one (it pools them, say)"),
-    **dict.fromkeys(
-        ("compressed_sparse_attention", "heavily_compressed_attention"),
-        "whose keys are compressed from windows of rows, which other ranks may hold",
-    ),
+    **dict.fromkeys(_COMPRESSED, "whose keys are made of windows of rows in a way that is not known"),
     "minimax_m3_sparse": "which choose blocks of keys for each key/value head, and not keys for each row",
 }
 _KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions"
@@ -98,7 +99,8 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
     """In place of these forwards longspan runs its own, made of the class's forward."""
     mixers = find_mixers(model)
-    replaced = {"the model itself": model, **mixers, **find_indexers(model)}
+    replaced = {"the model itself": model, **mixers, **find_choosing_modules(model)}
+    replaced |= {name: module for name, module in model.named_modules() if makes_entries(module)}
     replaced |= {name: module for name, module in model.named_modules() if length_dependent_types(module)}
     if names := modules_with_instance_forward(replaced.items()):
         yield (
@@ -139,7 +141,9 @@ def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
 def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
-        is_known = attends_to_chosen_keys if kind in INDEXED else is_mixer
+        is_known = (
+            attends_to_chosen_keys if kind in INDEXED else attends_to_entries if kind in _COMPRESSED else is_mixer
+        )
         layers = [
             index
             for index, layer in enumerate(decoder_layers(model).values())

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.exactness.trials import parameter_gradients, relative_error, run_trial_once, trial_error_text
-from longspan.model.kinds import expert_modules, find_indexers, find_mixers, has_experts
+from longspan.model.kinds import attends_to_entries, expert_modules, find_indexers, find_mixers, has_experts
 from longspan.model.layers import innermost_decoder
 from longspan.model.seams.attention_calls import defer_query_scaling
 from longspan.model.seams.trial_shards import attend_separately
@@ -56,6 +56,10 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
             from longspan.model.seams.chosen_keys.indexers import shard_indexers
 
             shard_indexers(model, alone=True)
+        if any(map(attends_to_entries, model.modules())):
+            from longspan.model.seams.entries import shard_entry_modules
+
+            shard_entry_modules(model, alone=True)
         for mixer in find_mixers(model).values():
             from longspan.model.seams.mixers import ROWS_ALONE, set_mixer_ops
 

@@ -30,7 +30,7 @@ from longspan.model.adapted_modules import is_expert_adapter, peft_modules
 from longspan.model.experts.expert_products import EXPERT_ADAPTERS, LOCAL_EXPERTS, ExpertLoads, run_experts
 from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.feature import Feature
-from longspan.model.kinds import expert_modules, router_modules
+from longspan.model.kinds import choosing_routers, expert_modules
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.trial_shards import Probe
 from longspan.model.weights.empty_model import copy_to_device
@@ -47,7 +47,7 @@ def connect_experts(model: PreTrainedModel) -> None:
             wrapper: Any = module
             vars(wrapper.get_base_layer()).setdefault(EXPERT_ADAPTERS, {})[wrapper.parameter_name] = wrapper
             wrapper._activate_lora = nullcontext  # peft would add to the sharded parameter; `run_experts` does
-    for router in router_modules(model).values():
+    for router in choosing_routers(model).values():
         router.register_forward_hook(_record_routing)
     if hasattr(model.config, "output_router_logits"):
         model.register_forward_pre_hook(_turn_off_router_losses, with_kwargs=True)

@@ -21,7 +21,7 @@ from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_co
 from longspan.model.frozen.packed_format import NF4, PackedFormat
 from longspan.model.frozen.packed_weight import PackedWeight, pack_parameter, unpack_when_gathered
 from longspan.model.fsdp_params import accept_integer_shards, check_fsdp_names
-from longspan.model.kinds import expert_modules, find_indexers, find_mixers, router_modules
+from longspan.model.kinds import expert_modules, find_choosing_modules, find_mixers, router_modules
 from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.tensor_parallel.mixer_parts import mixer_parts
 from longspan.model.tensor_parallel.module_styles import SPLIT_INPUT, list_styles
@@ -34,7 +34,7 @@ from longspan.plan.shape.packed import LEAST_ROWS, may_pack_linear
 def weights_to_pack(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
     """Return the weights that may be packed, by qualified name: a module, and the parameter's name there."""
     layers = tuple(f"{name}." for name in decoder_layers(model))
-    left_out = tuple(f"{name}." for name in (*router_modules(model), *find_indexers(model)))
+    left_out = tuple(f"{name}." for name in (*router_modules(model), *find_choosing_modules(model)))
     experts = expert_modules(model)
     places = dict[str, tuple[nn.Module, str]]()
     for path, module in model.named_modules():

@@ -13,6 +13,7 @@ from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
 from longspan.comm.autograd import break_graphs_around
 from longspan.errors import ModelError
+from longspan.model.kinds import attends_to_entries
 from longspan.model.layers import (
     decoder_layers,
     mtp_blocks,
@@ -111,11 +112,24 @@ def sharded_attention(
         sizes = (query.shape[-1], value.shape[-1])
         ignored = {"position_ids", "cache_position"}  # the shard has the positions
         unknown = tuple(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ignored)
-        limits = {"window": sliding_window, "chunk": chunk_size(module), "indexed": indices is not None}
+        limits: dict[str, Any] = {
+            "window": sliding_window,
+            "chunk": chunk_size(module),
+            "indexed": indices is not None,
+        }
+        if attends_to_entries(module):
+            compressor: Any = module.compressor
+            limits |= {"entries": int(compressor.compress_rate), "entries_chosen": hasattr(compressor, "indexer")}
         shard.calls.append(RecordedCall(module, causal, softcap, unknown, *sizes, **limits))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     name = type(module).__name__
     checked_shard = require_one_row_shard(name, shard, query.shape[0], query.shape[2])
+    if attends_to_entries(module) and not isinstance(checked_shard, SeparateRows):
+        from longspan.model.seams.entries import attend_to_entries
+
+        assert sliding_window is not None and scaling is not None
+        limits = {"window": sliding_window, "scale": scaling, "sinks": s_aux, "kernel": attention_kernel}
+        return attend_to_entries(module, query, key, attention_mask, checked_shard, **limits), None
     if attention_mask is not None and attention_mask.shape[-1]:
         raise ModelError(
             f"{name} got a mask of shape {tuple(attention_mask.shape)}; the shard says which rows see which"

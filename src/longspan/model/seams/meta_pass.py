@@ -246,15 +246,24 @@ def checked_attend_calls(
         call = AttendCall(
             1, 1, *sizes, dtype, device, mask, softcap=recorded_call.softcap, indexed=recorded_call.indexed
         )
+        calls_of_layer = [call]
         try:
-            choose_kernel(call, name)
+            call = replace(call, kernel=choose_kernel(call, name))
+            if recorded_call.entries:
+                from longspan.attention.entries import entry_call
+
+                forms = (False, True) if recorded_call.entries_chosen else (False,)
+                calls_of_layer += [
+                    entry_call(call, recorded_call.entries, chosen=chosen, kernel=name) for chosen in forms
+                ]
         except AttentionError as error:
             heads = "heads of {} with values of {}".format(*sizes)
             features = "".join(f", {feature}" for feature in sorted(call.features))
             raise AttentionError(f"{type(model).__name__} attends with {heads}{features}: {error}") from error
         rate = attention_dropout(recorded_call.module)
         dropout = Dropout(rate, seed=0) if rate > 0 else None
-        calls[replace(call, dropout=dropout)] = None
+        for layer_call in calls_of_layer:
+            calls[replace(layer_call, dropout=dropout, kernel=None, window_call=None)] = None
     return tuple(calls)
 
 

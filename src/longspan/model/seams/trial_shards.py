@@ -21,6 +21,9 @@ class RecordedCall:
     window: int | None = None
     chunk: int | None = None
     indexed: bool = False
+    # There is an entry for so many rows, beside the window; 0: none.
+    entries: int = 0
+    entries_chosen: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -181,6 +181,13 @@ FAMILIES: dict[str, Family] = {
         small={"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}}
     ),
     "deepseek_v2": Family(small=_defaults_where_none(num_experts_per_tok=2)),
+    # Documents of trials have entries of both kinds. With few heads index scores tie.
+    "deepseek_v4": Family(
+        small={
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "index_n_heads": 16,
+        }
+    ),
     "dory": Family(
         # Its dict counts attention and MLPs apart: four layers, the two in the middle run again.
         small={

@@ -23,7 +23,7 @@ from longspan.attention.members import Members
 from longspan.comm.autograd import break_graphs_around
 from longspan.model.execution import Execution
 from longspan.model.feature import Feature
-from longspan.model.kinds import attends_to_chosen_keys, find_indexers
+from longspan.model.kinds import attends_to_chosen_keys, chooses_entries, find_indexers, is_indexer
 from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
 from longspan.model.seams.chosen_keys.latents import latents_text, takes_latents
 from longspan.model.seams.model_calls import require_one_row_shard
@@ -61,9 +61,10 @@ class LowestFirst(TorchFunctionMode):
 
 
 def order_equal_scores(model: nn.Module) -> None:
-    """Let the indexers of a stock model take the lowest positions among equal scores, from here on."""
-    for indexer in find_indexers(model).values():
-        indexer.forward = partial(_topk_ties_to_lowest, indexer)
+    """Let the indexers of a stock model take the lowest positions, or entries, among equal scores, from here on."""
+    for module in model.modules():
+        if is_indexer(module) or chooses_entries(module):
+            module.forward = partial(_topk_ties_to_lowest, module)
 
 
 def _topk_ties_to_lowest(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -150,7 +151,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
         That gets the index keys of these rows and a layer's index, and returns the keys (1, S, head size) to score.
         """
-        row_arguments = {name: _argument_rows(x, hidden.shape[1], rows) for name, x in arguments.items()}
+        row_arguments = {name: argument_rows(x, hidden.shape[1], rows) for name, x in arguments.items()}
         stand_in = SimpleNamespace(update_indexer=hand_out)
         return type(indexer).forward(indexer, **row_arguments | changes | {cache_name: stand_in})
 
@@ -174,7 +175,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     for part in shard.parts:
         members = cached_members(part, shard, Mask())
         group_keys = _gather_keys(all_keys[part.start : part.stop], members)
-        for part_rows, positions, document_rows in _row_runs(members, 0 if by_kernel else heads):
+        for _, part_rows, positions, document_rows in row_runs(members, 0 if by_kernel else heads):
             # The rows count among all local ones.
             rows = slice(part.start + part_rows.start, part.start + part_rows.stop)
             keys = group_keys[document_rows][: positions.stop]
@@ -201,10 +202,12 @@ def _gather_keys(keys: Tensor, members: Members) -> Tensor:
     return gathered[members.document_order(members.channel.row_starts(members.counts))]
 
 
-def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slice]]:
-    """`rows` count within the member's part, `positions` within the document; `document rows` are where the whole
-    document lies among the group's rows. The scores of `heads` heads of a run fit _SCORE_BYTES (0: _ROWS_AT_ONCE
-    alone bounds it)."""
+def row_runs(members: Members, heads: int) -> Iterator[tuple[int, slice, slice, slice]]:
+    """Yield runs of one document's rows: the document's index, and (rows, positions, document rows) as slices.
+
+    Rows count within the member's part, positions within the document; document rows are where the whole document lies
+    among the group's rows. The scores of `heads` heads of a run fit _SCORE_BYTES (0: _ROWS_AT_ONCE alone bounds it).
+    """
     laid_out = members.part.group.laid_out
     first_keys = list(accumulate(laid_out, initial=0))
     for document, start, stop, offset in members.real_segments(members.member):
@@ -212,12 +215,17 @@ def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slic
         for first in range(start, stop, at_once):
             last = min(first + at_once, stop)
             rows = slice(offset + first - start, offset + last - start)
-            yield rows, slice(first, last), slice(first_keys[document], first_keys[document] + laid_out[document])
+            yield (
+                document,
+                rows,
+                slice(first, last),
+                slice(first_keys[document], first_keys[document] + laid_out[document]),
+            )
 
 
-def _argument_rows(value: Any, count: int, rows: slice) -> Any:
-    """Tensors (1, count, …) and tuples of them are cut; anything else is given to every run of rows."""
+def argument_rows(value: Any, count: int, rows: slice) -> Any:
+    """Return some rows of an argument: tensors (1, count, …) and tuples of them are cut, anything else stays whole."""
     if isinstance(value, tuple | list):
-        return tuple(_argument_rows(x, count, rows) for x in value)
+        return tuple(argument_rows(x, count, rows) for x in value)
     is_by_row = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count
     return value[:, rows] if is_by_row else value

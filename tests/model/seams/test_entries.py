@@ -1,0 +1,166 @@
+"""Layers that attend to entries, keys made of windows of rows, equal the stock class on each document alone.
+
+Loss and every gradient, and what rows choose as integers; a copy of the class under another name too. Each split that
+leaves out what other ranks hold is noticed in a gradient.
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from longspan import Layout, World, bind, plan_dynamic, plan_fixed
+from longspan.doctor.stock import compute_in_float64
+from longspan.model.kinds import chooses_entries
+from longspan.model.seams import entries
+from longspan.testing import backend, run_ranks
+from tests import parity
+from tests.model.seams.families import ENTRIES, gradient_error, here, tiny
+from tests.model.seams.renamed import renamed_class
+from tests.model.stock import Answer, answer, prepare_untried, random_model, texts
+from tests.mutation import each_mutated
+
+FAMILY = "deepseek-v4"
+EAGERLY = {"attn_implementation": "eager", "experts_implementation": "eager"}
+pytestmark = pytest.mark.skipif(not here([FAMILY]), reason="this transformers has no such class")
+LENGTHS = (19, 3, 40, 8, 1, 7, 33, 4)  # around both strides, and documents without an entry
+CHANGES = {
+    "rows of other ranks are left out of windows": (
+        "attention.entries",
+        "torch.cat([x, arrived, none])",
+        "torch.cat([x, none.expand(len(arrived), -1), none])",
+    ),
+    "gradients of rows before runs": (
+        "comm.row_fetch",
+        "total.index_add_(0, self.rows, handle.wait())",
+        "(handle.wait(), total)[1]",
+    ),
+    "gradients of entries from other ranks": (
+        "attention.entries",
+        "dentries = chosen.v if call.latents else chosen.k + chosen.v",
+        "dentries = 0 * (chosen.v if call.latents else chosen.k + chosen.v)",
+    ),
+    "an entry before its window ended": (
+        "attention.masks",
+        "np.minimum(q.stop // stride,",
+        "np.minimum(-(-q.stop // stride),",
+    ),
+    "windows numbered on a rank": (
+        "layout.entries",
+        "np.maximum(window * stride, 0)",
+        "np.arange(len(window)) * stride",
+    ),
+    "a sink for rows, and one for entries": ("attention.entries", "replace(call, sinks=None)", "call"),
+    "a choice of another document": ("model.seams.entries", "entries.firsts[document]", "entries.firsts[0]"),
+}
+
+
+@cache
+def _exact() -> Answer:
+    with compute_in_float64():
+        return answer(tiny(FAMILY).train(), texts(LENGTHS))
+
+
+def _renamed() -> Any:
+    kind = renamed_class(transformers.DeepseekV4ForCausalLM, "DeepseekV4", "Renamed")
+    return random_model(transformers.DeepseekV4Config(**ENTRIES), make=kind._from_config, **EAGERLY)
+
+
+def _case(model: Any, home: Layout, plans: dict[str, Any], **more: Any) -> parity.Case:
+    evaluation = plan_fixed(LENGTHS, home, cp=1)
+    return parity.Case(
+        model,
+        home,
+        plans,
+        texts(LENGTHS),
+        _exact(),
+        in_float64=True,
+        compare=gradient_error,
+        evaluation=evaluation,
+        **more,
+    )
+
+
+def _plans(home: Layout) -> dict[str, Any]:
+    degree = home.slots
+    return {
+        "zigzag": plan_fixed(LENGTHS, home, cp=degree),
+        "contiguous": plan_fixed(LENGTHS, home, cp=degree, partition="contiguous", cp_comm_type="all_gather"),
+        "padded": plan_fixed(LENGTHS, home, cp=degree, max_tokens_per_slot=40, row_multiple=3),
+        "dynamic": plan_dynamic(LENGTHS, home, max_tokens_per_slot=70),
+    }
+
+
+def test_equals_the_stock_class_under_another_name() -> None:
+    home = Layout(ranks=2)
+    parity.check({"renamed": _case(_renamed, home, {"zigzag": plan_fixed(LENGTHS, home, cp=2)}, tried=True)})
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_equals_the_stock_class_under_every_plan(ranks: int) -> None:
+    home = Layout(ranks=ranks)
+    options = ({}, {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"})
+    parity.check({str(x): _case(partial(tiny, FAMILY), home, _plans(home), options=x) for x in options})
+
+
+def _choices_of_the_class() -> list[list[set[int]]]:
+    """Of each document, and each of its rows, the entries that the class itself chooses."""
+    model, chosen = tiny(FAMILY), list[list[set[int]]]()
+    for module in model.modules():
+        if chooses_entries(module):
+            module.register_forward_hook(
+                lambda _, __, out: chosen.append([{n for n in row if n >= 0} for row in out[0].tolist()])
+            )
+    with torch.no_grad():
+        for document in texts(LENGTHS):
+            model(input_ids=torch.from_numpy(document)[None], use_cache=False)
+    return chosen
+
+
+def _on_two_ranks(rank: int, changes: dict[str, Any], exact: Answer) -> tuple[dict[str, Any], int]:
+    torch.set_num_threads(1)
+    home = Layout(ranks=2)
+    case = _case(partial(tiny, FAMILY), home, {"zigzag": plan_fixed(LENGTHS, home, cp=2)})
+    chosen = list[Tensor]()
+    choose = entries.choose_entries
+    with (
+        World(home, backend=backend(), timeout=60) as world,
+        compute_in_float64(),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        model = prepare_untried(tiny(FAMILY), world)
+        found = dict[str, Any]()
+        for change in each_mutated(changes):
+            found[change] = parity.step_errors(case, model, case.plans["zigzag"], world)[0]
+        shard = bind(plan_fixed(LENGTHS, home, cp=2).micro_batches[0], world)
+        ids = torch.from_numpy(np.concatenate(texts(LENGTHS))).to(world.device)
+        monkeypatch.setattr(entries, "choose_entries", lambda *x: (chosen.append(choose(*x)), chosen[-1])[1])
+        with torch.no_grad():
+            model(input_ids=shard.scatter(ids)[None], position_ids=shard.position_ids[None], shard=shard)
+        documents = shard.scatter(torch.from_numpy(np.repeat(np.arange(len(LENGTHS)), LENGTHS)).to(world.device))
+        expected = _choices_of_the_class()
+        rows = zip(documents.tolist(), shard.position_ids.tolist(), chosen[0][0].tolist(), strict=True)
+        other = sum({n for n in row if n >= 0} != expected[document][position] for document, position, row in rows)
+    return found, other
+
+
+def _check_on_two_ranks(changes: dict[str, Any]) -> None:
+    of_ranks = run_ranks(_on_two_ranks, 2, changes, _exact())
+    assert all(found["nothing"].within(parity.WIDE) for found, _ in of_ranks), of_ranks
+    assert not any(other for _, other in of_ranks)
+    unnoticed = [name for name in changes if not max(found[name].gradients for found, _ in of_ranks) > 1e-3]
+    assert not unnoticed, of_ranks
+
+
+def test_chosen_as_the_class_does_and_a_naive_split_turns_gradients_red() -> None:
+    _check_on_two_ranks(dict([*CHANGES.items()][:1]))
+
+
+@pytest.mark.whole
+def test_what_is_left_out_is_noticed_in_gradients() -> None:
+    _check_on_two_ranks(CHANGES)
