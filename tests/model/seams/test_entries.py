@@ -13,10 +13,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from longspan import Layout, World, bind, plan_dynamic, plan_fixed
+from longspan import Layout, World, bind, plan_dynamic, plan_fixed, plan_padded, prepare
+from longspan.attention.entries import attend_with_entries
 from longspan.doctor.stock import compute_in_float64
+from longspan.errors import AttentionError, ModelError
 from longspan.model.kinds import chooses_entries
 from longspan.model.seams import entries
+from longspan.mtp import add_mtp
 from longspan.testing import backend, run_ranks
 from tests import parity
 from tests.model.seams.families import ENTRIES, gradient_error, here, tiny
@@ -90,7 +93,7 @@ def _plans(home: Layout) -> dict[str, Any]:
     return {
         "zigzag": plan_fixed(LENGTHS, home, cp=degree),
         "contiguous": plan_fixed(LENGTHS, home, cp=degree, partition="contiguous", cp_comm_type="all_gather"),
-        "padded": plan_fixed(LENGTHS, home, cp=degree, max_tokens_per_slot=40, row_multiple=3),
+        "padded": plan_padded(LENGTHS, home, cp=degree),
         "dynamic": plan_dynamic(LENGTHS, home, max_tokens_per_slot=70),
     }
 
@@ -164,3 +167,60 @@ def test_chosen_as_the_class_does_and_a_naive_split_turns_gradients_red() -> Non
 @pytest.mark.whole
 def test_what_is_left_out_is_noticed_in_gradients() -> None:
     _check_on_two_ranks(CHANGES)
+
+
+def _prepared(world: World, **changes: Any) -> Any:
+    return prepare(tiny(FAMILY, **changes), world)
+
+
+def _scaled(kind: str) -> dict[str, Any]:
+    main = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    return {"main": main, "compress": main | {"rope_type": kind, "factor": 2.0}}
+
+
+def _with_adapter_on_an_indexer(world: World) -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["model.layers.1.self_attn.compressor.indexer.q_b_proj"]
+    prepare(peft.get_peft_model(tiny(FAMILY), peft.LoraConfig(r=2, target_modules=targets)), world)
+
+
+def _tree(world: World) -> Any:
+    return bind(plan_fixed((8, 5, 6), world.home, cp=1, parents=(-1, 0, 0)).micro_batches[0], world)
+
+
+def _with_shared_prefixes(world: World) -> None:
+    shard = _tree(world)
+    ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)
+    prepare_untried(tiny(FAMILY), world)(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
+
+
+def _attend_to_a_tree(world: World) -> None:
+    shard = _tree(world)
+    q = torch.zeros(shard.local_rows, 2, 16, device=world.device)
+    attend_with_entries(q, q[:, :1], q[:0, :1], (), shard, window=4, scale=1.0)
+
+
+REFUSED = {
+    "dropout of weights": (
+        lambda world: _prepared(world, attention_dropout=0.1),
+        r"layers.0.self_attn drops weights of attention at a rate of 0.1, and attends to rows and entries",
+    ),
+    "frequencies by length": (
+        lambda world: _prepared(world, rope_parameters=_scaled("dynamic")),
+        r"rotates entries by frequencies that depend on a document's length \(rope type dynamic\)",
+    ),
+    "an adapter on an indexer": (_with_adapter_on_an_indexer, "belongs to an indexer, which gets no gradient"),
+    "shared prefixes": (
+        _with_shared_prefixes,
+        "has entries made of windows of rows, exact for separate documents alone",
+    ),
+    "shared prefixes, by hand": (_attend_to_a_tree, "entries are made of the rows of one document"),
+    "multi-token prediction": (lambda world: add_mtp(tiny(FAMILY), 1), "several streams of each row"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str, world: World) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises((AttentionError, ModelError), match=message):
+        call(world)

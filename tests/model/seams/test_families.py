@@ -130,6 +130,8 @@ def test_equals_the_stock_model(name: str) -> None:
 REFUSED = {
     "opt over tp": ("opt", TP, "OPTForCausalLM has no tensor-parallel plan"),
     "opt over stages": ("opt", PP, "OPTForCausalLM cannot be cut into pipeline stages"),
+    "entries over tp": ("deepseek-v4", TP, r"tp 2 does not divide 1 \(key/value heads\)"),
+    "streams over stages": ("deepseek-v4", PP, "parameters that its pipeline plan does not place .*hc_head"),
     "inputs of each layer": ("gemma4", PP, "parameters that its pipeline plan does not place .*per_layer"),
 }
 
