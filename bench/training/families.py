@@ -139,7 +139,7 @@ def _measure_way(
     row = measure_steps(settings, take_step, world)
     training.finish_update()
     flops = model_flops(
-        ModelShape.of(settings.configuration), plan.lengths, frozen=settings.config.lora.rank > 0, bases=plan.bases
+        ModelShape.of(settings.configuration), plan.lengths, trains_all=not settings.config.lora.rank, bases=plan.bases
     )
     row |= {
         "loss": losses[0],

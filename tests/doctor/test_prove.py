@@ -32,6 +32,7 @@ from longspan.errors import ConfigError, LayoutError, ModelError
 from longspan.layout import Layout
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.seams import attention_calls
+from longspan.plan import Form
 from longspan.testing import run_ranks
 
 CASE = Case(cp=2)
@@ -229,6 +230,7 @@ def test_what_ranks_do_not_allow() -> None:
 # ---- adapters over weights in 4 bits: exact at several homes, refused by their rows
 
 
+NF4 = Form(frozen="nf4")
 FROZEN = (Case(cp=2), Case(tp=2), Case(pp=2, plan="several"), Case(plan="dynamic"), Case(dtype="float32", cp=2))
 WHOLE = {"qwen3": FROZEN, "qwen3_moe": (*FROZEN, Case(ep=2, cp=2))}
 
@@ -238,7 +240,7 @@ WHOLE = {"qwen3": FROZEN, "qwen3_moe": (*FROZEN, Case(ep=2, cp=2))}
     [("qwen3", FROZEN[:3]), *(pytest.param(*row, marks=pytest.mark.whole) for row in WHOLE.items())],
 )
 def test_adapters_over_packed_weights_are_those_of_stock_peft(name: str, cases: tuple[Case, ...]) -> None:
-    outcomes = run_proof(widen_rows(small(name), "nf4"), cases, ProofRanks(2), "nf4").outcomes
+    outcomes = run_proof(widen_rows(small(name), NF4), cases, ProofRanks(2), NF4).outcomes
     assert [outcome.status for outcome in outcomes] == ["exact"] * len(cases), outcomes
 
 
@@ -246,7 +248,7 @@ def test_rows_that_blocks_do_not_divide() -> None:
     config = small("qwen3")
     config.num_attention_heads = 3
     with pytest.raises(ModelError, match=r"frozen as 'nf4': .*o_proj.weight: its rows have 96 numbers"):
-        widen_rows(config, "nf4")
+        widen_rows(config, NF4)
 
 
 def test_the_flag_is_of_a_model(capfd: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ from longspan.model.layers import vocabulary_size
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan import Cost, Plan
 from longspan.plan.form import Form
-from longspan.plan.memory.memory_plan import once_a_step_text, policies_text
+from longspan.plan.memory.memory_plan import policies_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops, read_experts
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import with_kept_rows
@@ -530,7 +530,7 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
     seconds, peak, reserved, retries = (max(figures) for figures in zip(*figures_of_ranks, strict=True))
     tokens = sum(settings.lengths)
     shape = ModelShape.of(settings.configuration)
-    flops = model_flops(shape, settings.lengths, frozen=settings.config.lora.rank > 0)
+    flops = model_flops(shape, settings.lengths, trains_all=not settings.config.lora.rank)
     row: dict[str, Any] = {
         "seconds": seconds,
         "tokens_per_second_per_device": tokens / seconds / settings.ranks,
@@ -564,7 +564,7 @@ def record_text(record: dict[str, Any]) -> str:
     lines = list[str]()
     planned_memory = ""
     if memory := record.get("memory"):
-        gathered = once_a_step_text(Form.from_values(memory))
+        gathered = Form.from_values(memory).once_a_step_text
         host_bytes = memory["host"]["total"]
         host = f"; {bytes_text(host_bytes)} on the host" if host_bytes else ""
         lines.append(f"memory: {policies_text(memory['checkpoint_policies'])}{gathered}{host}.")

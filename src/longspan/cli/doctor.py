@@ -12,6 +12,7 @@ from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import prints_results
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.plain_text import bytes_text, seconds_text, text_table
+from longspan.plan.form import Form
 from longspan.versions import versions
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         return prove_model(
             flags.model,
             flags.cases,
-            frozen=flags.frozen,
+            form=Form(frozen=flags.frozen) if flags.frozen else None,
             world=flags.world,
             backend=flags.backend,
             timeout=flags.timeout_seconds,

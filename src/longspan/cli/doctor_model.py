@@ -32,6 +32,7 @@ from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, plural
 from longspan.model.exactness.small_copies import has_only_image_text_class, shrink_configuration
 from longspan.model.presets import preset_config
+from longspan.plan.form import Form
 from longspan.plan.shape.model_shape import has_mixers
 
 LOCAL_RANKS = 4
@@ -49,7 +50,7 @@ def prove_model(
     name: str,
     case_set: CaseSet,
     *,
-    frozen: str = "",
+    form: Form | None = None,
     world: int,
     backend: Backend,
     timeout: float,
@@ -73,13 +74,13 @@ def prove_model(
         true_heads = processes.backend == "nccl"
         small_config = shrink_configuration(config, true_heads=true_heads, images=reads_images(config))
         cases = _choose_cases(case_set, processes, config)
-        if frozen:
+        if form:
             from longspan.doctor.frozen import widen_rows
 
-            small_config = widen_rows(small_config, frozen)
+            small_config = widen_rows(small_config, form)
             cases = [case for case in cases if not case.encoder]
         models.append(_proof_facts(config, small_config, processes))
-        proofs.append(_prove_cases(small_config, cases, processes, timeout, frozen))
+        proofs.append(_prove_cases(small_config, cases, processes, timeout, form))
     outcomes = tuple(outcome for part in proofs for outcome in part.outcomes)
     worlds = tuple(world_facts for part in proofs for world_facts in part.worlds)
     proof = Proof(outcomes, worlds, text_suffices=not has_only_image_text_class(config))
@@ -92,7 +93,7 @@ def prove_model(
             copies = (
                 f"{copy['model_type']}, a small copy ({copy['layers']} layers, hidden size {copy['hidden_size']}) on "
                 f"{plural(copy['ranks'], 'rank')} ({copy['backend']})"
-                f"{f', with an adapter over weights in {frozen}' if frozen else ''}"
+                f"{f', with an adapter over weights in {form.frozen}' if form else ''}"
                 for copy in models
             )
             print(proof_text(proof, [*copies, *filter(None, [models[-1]["videos"]])], seconds))
@@ -145,7 +146,7 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
 
 
 def _prove_cases(
-    config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float, frozen: str = ""
+    config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float, form: Form | None = None
 ) -> Proof:
     """Processes are torchrun's, or local ones that are started for each home. The first rank prints a line for each
     case, or for one in SHOWN_IN_FILES where stderr is no terminal."""
@@ -157,7 +158,7 @@ def _prove_cases(
         return run_on_ranks(fn, (task,), count, seconds)
 
     ranks = ProofRanks(processes.ranks, processes.backend, timeout, show, launch if has_torchrun() else None)
-    return run_proof(config, cases, ranks, frozen)
+    return run_proof(config, cases, ranks, form)
 
 
 def _proof_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from longspan.model.adapters.adapter import adapter_parameters
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.frozen.frozen_weights import choose_formats
+from longspan.plan.form import Form
 
 _WIDTH = 128  # so that the part of each of two tensor-parallel ranks is a block
 # The width is that of four heads.
@@ -20,9 +21,9 @@ _WIDTHS = ("hidden_size", "intermediate_size", "_lora_rank", "latent_size")
 _RANK = 4
 
 
-def widen_rows(config: PreTrainedConfig, frozen: str) -> PreTrainedConfig:
-    """Return a copy of a small configuration whose linears have rows that can be packed as `frozen`. Raises ModelError
-    where a model of such sizes cannot be made, or its rows cannot be packed all the same.
+def widen_rows(config: PreTrainedConfig, form: Form) -> PreTrainedConfig:
+    """Return a copy of a small configuration whose linears have rows that can be packed as the form says. Raises
+    ModelError where a model of such sizes cannot be made, or its rows cannot be packed all the same.
     """
     wide = deepcopy(config)
     text: Any = wide.get_text_config()
@@ -35,14 +36,14 @@ def widen_rows(config: PreTrainedConfig, frozen: str) -> PreTrainedConfig:
         model = make_tiny_model(wide, torch.float32)
         reasons = {
             name: packed.rows.reason_against(model.get_parameter(name).shape[-1])
-            for name, packed in choose_formats(model, frozen).items()
+            for name, packed in choose_formats(model, form.frozen).items()
         }
     except Exception as error:  # configurations and models raise errors of every kind
         text_of_error = " ".join(str(error).split())[:200]
         raise ModelError(f"no small copy with rows of {_WIDTH} can be made: {text_of_error}") from error
     if not reasons or any(reasons.values()):
         first = next((f"{name}: {reason}" for name, reason in reasons.items() if reason), "it has no linears")
-        raise ModelError(f"no small copy of {type(config).__name__} can be frozen as {frozen!r}: {first}")
+        raise ModelError(f"no small copy of {type(config).__name__} can be frozen as {form.frozen!r}: {first}")
     return wide
 
 
@@ -59,10 +60,10 @@ def add_drawn_adapter(model: PreTrainedModel) -> Any:
 
 
 @torch.no_grad()
-def add_adapter_to_dequantised(model: PreTrainedModel, frozen: str) -> PreTrainedModel:
+def add_adapter_to_dequantised(model: PreTrainedModel, form: Form) -> PreTrainedModel:
     """Add the adapter to a stock model; return the model inside, its weights as packed ones are computed with."""
     inside: Any = add_drawn_adapter(model).get_base_model()
-    for name, packed in choose_formats(inside, frozen).items():
+    for name, packed in choose_formats(inside, form.frozen).items():
         rows = inside.get_parameter(name).data.flatten(0, -2)
         # The numbers are written into the weight's own memory.
         packed.unpack(packed.pack(rows), rows)

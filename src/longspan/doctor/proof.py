@@ -47,7 +47,7 @@ from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.doctor_hint import DOCTOR
 from longspan.plain_text import text_table
-from longspan.plan import Plan
+from longspan.plan import Form, Plan
 from longspan.train import run_step
 from longspan.train.step_inputs import check_step_arguments
 
@@ -130,7 +130,8 @@ class Task:
     architecture: type | None = None
     # Cases with an encoder have these documents.
     image_documents: tuple[TrialDocument, ...] = ()
-    frozen: str = ""  # how weights lie under an adapter; "": there is no adapter
+    # Under an adapter weights are stored as this form says; None: there is no adapter.
+    form: Form | None = None
 
 
 def run_cases_on_rank(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
@@ -176,11 +177,9 @@ class CaseRun:
         self.documents: Any = (
             make_item_documents(task.config, task.image_documents) if first.encoder else task.documents
         )
-        options = PrepareOptions(
-            activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel
+        options = PrepareOptions(activation_checkpointing=first.recompute).with_form(
+            replace(task.form or Form(), sequence_parallel=first.sequence_parallel)
         )
-        if task.frozen:
-            options = replace(options, frozen=task.frozen)  # pyright: ignore[reportArgumentType]
         encoder: Any = None
         if first.encoder:
             encoder = EncoderHome(
@@ -191,7 +190,7 @@ class CaseRun:
         try:
             with self.mode():
                 model: Any = make_tiny_model(config, getattr(torch, first.dtype), images=first.encoder > 0)
-                if task.frozen:
+                if task.form:
                     from longspan.doctor.frozen import add_drawn_adapter
 
                     model = add_drawn_adapter(model)
@@ -293,9 +292,11 @@ def prove(
     return run_proof(config, cases, ProofRanks(ranks, backend)).outcomes
 
 
-def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks, frozen: str = "") -> Proof:
+def run_proof(
+    config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks, form: Form | None = None
+) -> Proof:
     """Run every case on these ranks; returns their outcomes, in the order of cases, with the facts of their worlds.
-    With `frozen` the model has an adapter over weights in 4 bits.
+    With a `form` the model has an adapter over weights in 4 bits.
 
     First the stock model computes what each case should give, in one process. A case whose documents or images cannot
     be made, or whose stock model fails, gets its outcome from that, and one whose home the ranks cannot have is
@@ -315,7 +316,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
         image_failure = "refused", str(error).partition(DOCTOR)[0]
     except Exception as error:
         image_failure = "not built", exception_text(error)
-    expected = compute_expected_answers(config, cases, documents, image_documents, frozen)
+    expected = compute_expected_answers(config, cases, documents, image_documents, form)
     cases_of_homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
         outcome = _outcome_without_run(case, expected, image_failure)
@@ -343,7 +344,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: ProofRanks
             ranks.show,
             architecture,
             image_documents,
-            frozen,
+            form,
         )
         outcomes |= _run_home_cases(task, ranks, worlds)
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))

@@ -36,6 +36,7 @@ from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.seams.chosen_keys.indexers import order_equal_scores
+from longspan.plan.form import Form
 from longspan.plan.shape.model_shape import read_experts
 
 # ---- the stock model
@@ -108,22 +109,22 @@ def compute_stock_answer(
     router: RouterCoefficients = NO_ROUTER,
     attention: str = "eager",
     nudge: int = 0,
-    frozen: str = "",
+    form: Form | None = None,
 ) -> ModelAnswer:
     """Compute loss and gradients of the unchanged model on the CPU.
 
     Weights are rounded to the dtype `weights`, and arithmetic is in the dtype `compute` (None: the same). With `nudge`,
     a seed above 0, every weight is then changed by the rounding unit of `compute`, up or down. Documents run one by
     one, each from the same states of modules, and the loss is the mean over all targets. With coefficients in `router`,
-    the losses of routers are over all tokens and layers of the documents. With `frozen`, the model has an adapter over
+    the losses of routers are over all tokens and layers of the documents. With a `form`, the model has an adapter over
     weights in 4 bits. Raises what the model's own code raises, and ModelError where it returns no logits of routers.
     """
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = make_stock_model(config, weights, attention, images=images)
-    if frozen:
+    if form:
         from longspan.doctor.frozen import add_adapter_to_dequantised
 
-        model = add_adapter_to_dequantised(model, frozen)
+        model = add_adapter_to_dequantised(model, form)
     model = model.to(compute or weights)
     if nudge:
         _nudge_weights(model, nudge)
@@ -306,10 +307,10 @@ def compute_expected_answers(
     cases: Sequence[Case],
     documents: Sequence[Any],
     image_documents: Sequence[TrialDocument] = (),
-    frozen: str = "",
+    form: Form | None = None,
 ) -> dict[tuple[str, bool, bool], ExpectedAnswer | str]:
     """Compute the expected answer, or why there is none, for every dtype that the cases use, by `Case.answer_key`.
-    Answers without losses of routers are always computed, as they say in which mode a model is prepared. `frozen` as of
+    Answers without losses of routers are always computed, as they say in which mode a model is prepared. `form` as of
     `compute_stock_answer`.
     """
     keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
@@ -318,7 +319,7 @@ def compute_expected_answers(
     for name, with_routers, with_images in keys:
         router = ROUTER if with_routers else NO_ROUTER
         key_documents = image_documents if with_images else documents
-        answer_of = partial(compute_stock_answer, documents=key_documents, router=router, frozen=frozen)
+        answer_of = partial(compute_stock_answer, documents=key_documents, router=router, form=form)
         # one prepared model serves cases with and without losses of routers: both have every expert, or neither
         plain = answers.get((name, False, with_images))
         every_expert = plain.every_expert if isinstance(plain, ExpectedAnswer) else None

@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import SaveStrategy
 
 from longspan.config.keys import AUTO
+from longspan.config.memory_keys import form_of_config
 from longspan.errors import ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments
 from longspan.hf.references import REFERENCE
@@ -26,6 +27,7 @@ from longspan.model.frozen.formats.loaded_linears import holds_codes
 from longspan.model.kinds import SCORE_HEADS
 from longspan.model.marks import refuse_gradient_hooks
 from longspan.model.score_heads import find_score_head
+from longspan.plan.form import Form
 
 TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 # Of bitsandbytes, in whose place longspan's AdamW goes, and where or how its moments are.
@@ -120,14 +122,14 @@ def refusals_of_arguments(
         yield "args.save_on_each_node is true: a longspan trainer writes one folder that all ranks see; leave it out"
 
 
-def refuse_model_kind(maybe_wrapped: Any, frozen: str) -> None:
+def refuse_model_kind(maybe_wrapped: Any, form: Form) -> None:
     """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer.
 
-    `frozen` is the key model.frozen, by which weights that were loaded in 4 or 8 bits may stay so.
+    By the form of the run weights that were loaded in 4 or 8 bits may stay so.
     """
     model: Any = unwrap_peft_model(maybe_wrapped)
     name = type(model).__name__
-    takes_codes = frozen in (AUTO, "stored") and holds_codes(model)
+    takes_codes = form.frozen in (AUTO, "stored") and holds_codes(model)
     devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > (1 if takes_codes else 0):  # transformers quantises on one
         raise ConfigError(
@@ -158,7 +160,7 @@ def is_score_model(model: Any) -> bool:
 
 def refuse_made_model(trainer: Any) -> None:
     """Raise ModelError or ConfigError for models of a trainer that was made, where longspan cannot run them there."""
-    refuse_model_kind(trainer.model, trainer.longspan.config().model.frozen)
+    refuse_model_kind(trainer.model, form_of_config(trainer.longspan.config()))
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise ConfigError(
             "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 import longspan
 from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank, run_on_first_rank
+from longspan.config.memory_keys import form_of_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments, reword_errors_for_scripts
@@ -73,7 +74,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
             raise ConfigError(reason)
         model = keywords.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
-            refuse_model_kind(model, self.longspan.config().model.frozen)
+            refuse_model_kind(model, form_of_config(self.longspan.config()))
         refuse_generation(type(self), arguments, rollout=keywords.get("rollout_func") is not None)
         self._one_process = OneProcess.add_trainer(self.longspan.home)
         self._is_open = True

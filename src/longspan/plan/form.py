@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
-from longspan.errors import PlanError
+from longspan.errors import PlanError, plural
 from longspan.plan.check import check_count
 
 CheckpointPolicy = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
@@ -87,6 +87,36 @@ class Form:
         """How many layers are recomputed; 0 where one word is for all."""
         policies = self.checkpoint_policies or "none"
         return 0 if isinstance(policies, str) else sum(word != "none" for word in policies)
+
+    @property
+    def times_each_micro_batch(self) -> tuple[int, int]:
+        """How often FSDP2 gathers weights, and how often it sums gradients, in every micro-batch; 0: once a step."""
+        return 2 * self.reshard_after_forward, 1 * self.sync_each_batch
+
+    @property
+    def once_a_step_text(self) -> str:
+        """In words, which follow others, whether weights are gathered and gradients summed once a step; "" if weights
+        are gathered for each micro-batch, as gradients are then summed each time too.
+        """
+        gathers, sums = self.times_each_micro_batch
+        if gathers:
+            return ""
+        return ", weights gathered once" if sums else ", weights gathered and gradients summed once"
+
+    @property
+    def text(self) -> str:
+        """In words, which follow those of what layers keep, all else that a plan of memory chooses."""
+        texts = [self.once_a_step_text]
+        if self.offload_optimizer_states:
+            texts.append(", states on the host")
+        if self.offload_weights:
+            texts.append(", weights on the host")
+        if self.mlp_tile_tokens:
+            texts.append(f", MLPs in tiles of {self.mlp_tile_tokens:,} rows")
+        layers = min(self.segment_layers, len(self.checkpoint_policies or ()))
+        if layers:
+            texts.append(f", segments of {plural(layers, 'layer')}")
+        return "".join(texts)
 
     def trained_on_host(self, *, trains_all: bool) -> bool:
         """Whether trained weights wait on the host, with their gradients and states: all but adapters."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.config.keys import AUTO
-from longspan.config.memory_keys import MEMORY_KEYS
+from longspan.config.memory_keys import FORM_KEYS, MEMORY_KEYS
 from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError
 from longspan.files import read_json, write_atomically
@@ -21,10 +21,11 @@ from longspan.resolve.ways import Way
 FILE = "max_tokens_per_slot.json"  # in the run's folder
 # Keys on which the rows of a slot depend, besides those of whole sections.
 _SECTIONS = ("model", "parallel", "context", "lora", "mtp", "encoder")
+_TRAIN_KEYS = {*MEMORY_KEYS, *FORM_KEYS.values()} - {"train.compile"}
 _KEYS = {
     "data": ("tokenizer", "vocab_size"),
     "optimizer": ("class", "arguments", "stochastic_rounding"),
-    "train": ("float8", *(key.removeprefix("train.") for key in MEMORY_KEYS if key.startswith("train."))),
+    "train": tuple(key.removeprefix("train.") for key in sorted(_TRAIN_KEYS) if key.startswith("train.")),
 }
 
 

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 class StepFigures:
     """A model's FLOPs on so many devices; `peak` in TFLOP/s of each, None where it is not known.
 
-    `shape` is None where the configuration gives no FLOPs (`uncounted`: why); `frozen`: only adapters are trained.
+    `shape` is None where the configuration gives no FLOPs (`uncounted`: why); `trains_all`: not adapters alone.
     `images` is the tower and projector, `trained` their trained part. `priced_here`: plans are priced for these
     devices.
     """
 
     shape: ModelShape | None
     devices: int
-    frozen: bool = False
+    trains_all: bool = True
     images: "EncoderShape | None" = None
     trained: "Trained" = "all"
     peak: float | None = None
@@ -62,7 +62,7 @@ class StepFigures:
                 predicted_encoder_seconds / (predicted_encoder_seconds + plan.predicted_seconds), 4
             )
         if self.shape is not None and not (images and self.images is None):
-            flops = model_flops(self.shape, plan.lengths, frozen=self.frozen, bases=plan.bases)
+            flops = model_flops(self.shape, plan.lengths, trains_all=self.trains_all, bases=plan.bases)
             flops += self.images.flops(images, trained=self.trained) if self.images else 0
             tflops = flops / seconds / self.devices / 1e12
             figures["tflops"] = float(f"{tflops:.6g}")
@@ -102,7 +102,7 @@ def make_step_figures(config: RunConfig, model: nn.Module, world: World, cost: C
         shape=shape,
         images=images,
         trained=trained,
-        frozen=adapter_of_prepared_model(model) is not None,
+        trains_all=adapter_of_prepared_model(model) is None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, dtype),
         priced_here=is_known_machine or bool(config.run.machine),

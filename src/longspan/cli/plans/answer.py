@@ -24,7 +24,7 @@ from longspan.cli.processes import prints_results
 from longspan.config.defaults import resolve_defaults, source_dtype
 from longspan.config.dtypes import DTYPE_BYTES
 from longspan.config.keys import AUTO, NOT_GIVEN
-from longspan.config.memory_keys import FORM_KEYS, MEMORY_KEYS, read_key
+from longspan.config.memory_keys import MEMORY_KEYS, read_key
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, LongspanError, PlanError, plural
@@ -51,7 +51,6 @@ from longspan.resolve.ways import (
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 
 PRICED = 64  # steps of a run whose seconds count where all plans have one degree, and are made fast
-GATHERS = FORM_KEYS["reshard_after_forward"]
 LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
 HIGHEST_DEGREE = "context.max_dynamic_context_parallel_size"
 SHOWN = (
@@ -174,9 +173,11 @@ def way_figures(fit: Fit) -> dict[str, Any]:
         tokens = sum(plan.tokens + plan.spared_rows for plan in fit.plans) / len(fit.plans)
         per_gpu = tokens / fit.seconds / count
         peak = peak_tflops(facts.machine.device, "bfloat16")
-        frozen = config.lora.rank > 0
+        trains_all = not config.lora.rank
         shape = ModelShape.of(facts.model, mtp_layers=config.mtp.num_layers)
-        step_flops = [model_flops(shape, plan.lengths, frozen=frozen, bases=plan.bases) for plan in fit.plans]
+        step_flops = [
+            model_flops(shape, plan.lengths, trains_all=trains_all, bases=plan.bases) for plan in fit.plans
+        ]
         flops = sum(step_flops) / len(fit.plans)
         mfu = flops / fit.seconds / count / 1e12 / peak if peak else None
     types = dict.fromkeys(filter(None, map(plan_type_text, fit.plans)))
@@ -219,7 +220,7 @@ def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 def run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
     """Return the keys, as in "context.planner", that make a run what the answer says, with their values.
 
-    Models and data are named elsewhere; train.plan_memory decides GATHERS, unless it is given.
+    Models and data are named elsewhere; train.plan_memory decides MEMORY_KEYS that are not given.
     """
     names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
     for section, kind in section_kinds().items():
@@ -227,7 +228,7 @@ def run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
             values = vars(getattr(config, section))
             defaults = vars(kind())
             names |= {f"{section}.{key}" for key in values if values[key] != defaults[key]}
-    names -= {GATHERS} - given_keys
+    names -= {*MEMORY_KEYS} - given_keys
     names |= {"train.plan_memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
     names |= {"context.mode"} if config.context.mode != AUTO else set()
     one_degree = config.context.planner in ONE_DEGREE

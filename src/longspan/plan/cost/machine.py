@@ -420,19 +420,17 @@ class Machine:
                 copies = self.weight_copy_seconds * (dense + experts) * (gathers + sums)
                 return copies + gathers * unpacking + shown * wire, (1 - shown) * wire
 
-            gathered = settings.free or not settings.reshard_after_forward
-            summed = settings.free or not settings.sync_each_batch
+            gathers_each, sums_each = (0, 0) if settings.free else settings.times_each_micro_batch
             # In every micro-batch there are one or two gathers and a sum, or those of them that do not come once a
             # step.
             sums = 1 if settings.trains_all and not forward else 0
-            sums_each = 0 if summed else sums
-            gathers_each = 0 if gathered else 2
+            sums_each = min(sums, sums_each)
             shown, hidden = sharding_seconds(1 if forward else gathers_each, sums_each)
             micro_batch += shown
             launches += (SHARDED_LAUNCHES if width > 1 else SHARDED_LAUNCHES_OF_ONE) * sums_each
             if not forward:
                 closing, _ = sharding_seconds(
-                    int(gathered), sums - sums_each, 1.0 if settings.free else SHARDING_SHARE
+                    int(not gathers_each), sums - sums_each, 1.0 if settings.free else SHARDING_SHARE
                 )
                 if settings.free:
                     closing += cost.micro_batch_seconds

@@ -10,7 +10,7 @@ from functools import cached_property
 from statistics import mean
 from typing import Any
 
-from longspan.errors import PlanError, plural
+from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plain_text import gib_text
 from longspan.plan.cost.cost import FORWARD_SHARE, Cost
@@ -88,35 +88,16 @@ class MemoryPlan(Form):
         """Return in one line what layers keep, what else the plan chose, and the bytes that it fills; with a budget, of
         how many bytes of the device.
         """
-        extras = [once_a_step_text(self)]
-        if self.offload_optimizer_states:
-            extras.append(", states on the host")
-        if self.offload_weights:
-            extras.append(", weights on the host")
-        if self.mlp_tile_tokens:
-            extras.append(f", MLPs in tiles of {self.mlp_tile_tokens:,} rows")
-        layers = min(self.segment_layers, len(self.checkpoint_policies))
-        if layers:
-            extras.append(f", segments of {plural(layers, 'layer')}")
         used = gib_text(self.device.total)
         if budget:
             used = used.removesuffix(" GiB") + f" of {gib_text(budget.device)}"
         host = f"{gib_text(self.host.total)} of host memory"
-        return f"memory: {policies_text(self.checkpoint_policies)}{''.join(extras)}; {used} used, and {host}"
+        return f"memory: {policies_text(self.checkpoint_policies)}{self.text}; {used} used, and {host}"
 
     def to_json(self) -> dict[str, Any]:
         device = self.device.to_json()
         host = self.host.to_json()
         return vars(self) | {"device": device, "host": host, "checkpoint_policies": list(self.checkpoint_policies)}
-
-
-def once_a_step_text(form: Form) -> str:
-    """Return in words, which follow others, whether weights are gathered and gradients summed once a step; "" if
-    weights are gathered for each micro-batch, as gradients are then summed each time too.
-    """
-    if form.reshard_after_forward:
-        return ""
-    return ", weights gathered once" if form.sync_each_batch else ", weights gathered and gradients summed once"
 
 
 def policies_text(policies: Sequence[object]) -> str:
@@ -453,8 +434,7 @@ class MemoryPrices:
         once = 1 / place.micro_batches
         if not place.settings.shard_parameters or place.always_whole:
             return 0.0
-        gathers = 2.0 if choice.reshard_after_forward else once
-        sums = 1.0 if choice.sync_each_batch else once
+        gathers, sums = (times or once for times in choice.times_each_micro_batch)
         settings = place.settings
         layers = self._all_layers
         gathered = layers.whole + (layers.packed_bytes / settings.compute_bytes - layers.packed)

@@ -170,11 +170,13 @@ class StageBytes:
     def weight_bytes(self, numbers: Numbers, *, on_host: bool) -> float:
         """Return the bytes of this rank's shards of these weights on the host, or of those on the device."""
         settings = self.settings
-        frozen = (numbers.share - numbers.packed_share - numbers.trained_share) * settings.parameter_bytes
-        trained = numbers.trained_share * settings.weight_bytes
+        frozen_bytes = (numbers.share - numbers.packed_share - numbers.trained_share) * settings.parameter_bytes
+        trained_bytes = numbers.trained_share * settings.weight_bytes
         frozen_here = settings.offload_weights == on_host
         trained_here = self.trained_on_host == on_host
-        return ((frozen if frozen_here else 0.0) + (trained if trained_here else 0.0)) / self.shard_count
+        return (
+            (frozen_bytes if frozen_here else 0.0) + (trained_bytes if trained_here else 0.0)
+        ) / self.shard_count
 
     @property
     def gradients_stay_taken(self) -> bool:

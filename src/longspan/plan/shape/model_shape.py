@@ -288,11 +288,12 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def model_flops(
-    shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False, bases: Sequence[int] = ()
+    shape: ModelShape, lengths: Sequence[int], *, trains_all: bool = True, bases: Sequence[int] = ()
 ) -> int:
     """Count the FLOPs of forward and backward for documents of these lengths, by the convention above.
 
-    `frozen` weights, under adapters, have no gradients of their own: 4 FLOPs in place of 6. Adapters do not count.
+    Where a step does not `trains_all` weights, those under adapters have no gradients of their own: 4 FLOPs in place of
+    6. Adapters do not count.
 
     >>> shape = ModelShape(layers=2, weights=1000, query_width=64, key_width=32)
     >>> model_flops(shape, [10, 20])
@@ -306,7 +307,7 @@ def model_flops(
     """
     if bases:
         paths = [base + length for base, length in zip(bases, lengths, strict=True)]
-        return model_flops(shape, paths, frozen=frozen) - model_flops(shape, bases, frozen=frozen)
+        return model_flops(shape, paths, trains_all=trains_all) - model_flops(shape, bases, trains_all=trains_all)
     pairs = sum(_window_pairs(length, length) for length in lengths)
     in_windows = sum(_window_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
     in_chunks = 0
@@ -319,7 +320,7 @@ def model_flops(
         shape.window_layers * in_windows + shape.chunk_layers * in_chunks + shape.indexed_layers * chosen
     )
     scans = 3 * shape.mixer_layers * shape.mixer.scan_flops if shape.mixer else 0
-    row_flops = (4 if frozen else 6) * shape.weights + scans
+    row_flops = (6 if trains_all else 4) * shape.weights + scans
     return row_flops * sum(lengths) + 12 * shape.query_width * pairs_of_layers + 2 * shape.index_width * pairs
 
 
