@@ -30,7 +30,8 @@ from longspan.doctor.stock import (
 from longspan.doctor.which_model import find_configuration
 from longspan.errors import ConfigError, LayoutError, ModelError
 from longspan.layout import Layout
-from longspan.model.exactness.small_copies import shrink_configuration
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
+from longspan.model.exactness.trials import run_trial_once
 from longspan.model.seams import attention_calls
 from longspan.plan import Form
 from longspan.testing import run_ranks
@@ -144,6 +145,26 @@ def test_mutants_are_caught() -> None:
     for name, mutant in outcomes.items():
         assert not mutant.good and mutant.status in ("wrong", "refused"), (name, mutant)
         assert mutant.status == "refused" or max(mutant.loss_error or 0, mutant.gradient_error or 0) > 1e-7, mutant
+
+
+def test_trials_of_float64_models_run_in_their_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class may cast rows to float32, and multiply them by a weight of its own: the trial of the class, that of rows
+    and that of images cast to float64, as the proof does."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+    forward = MixtralTopKRouter.forward
+    monkeypatch.setattr(MixtralTopKRouter, "forward", lambda router, rows: forward(router, rows.float()))
+    config = small("mixtral")
+    case = Case()
+    expected = compute_expected_answers(config, [case], documents := draw_documents(config, LENGTHS))
+    answers = {key: answer for key, answer in expected.items() if isinstance(answer, ExpectedAnswer)}
+    with World(Layout(ranks=1), backend="gloo") as world:
+        task = Task(config, world.home, ((0, case),), answers, documents, "gloo", 60.0)
+        outcome = CaseRun(task, world, case).run_case(case)
+    assert outcome.status == "exact" and (outcome.gradient_error or 0) < 1e-13, outcome
+    with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+        make_tiny_model(config, torch.float64)(input_ids=torch.arange(4)[None])
+    assert run_trial_once("of images", lambda: torch.ones(1, dtype=torch.float64).float().dtype) == torch.float64
 
 
 def _leave(rank: int, task: Task) -> Any:

@@ -8,8 +8,8 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.doctor.cases import Case
@@ -34,46 +33,13 @@ from longspan.model.exactness.image_documents import (
 )
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
+from longspan.model.exactness.trials import compute_in_float64
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.seams.chosen_keys.indexers import order_equal_scores
 from longspan.plan.form import Form
 from longspan.plan.shape.model_shape import read_experts
 
 # ---- the stock model
-
-
-class _CastsToFloat64(TorchFunctionMode):
-    """Turns casts to float32, by `.float()` or a dtype among the arguments, into casts to float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            return args[0].double()
-        # A view of the same bytes as another dtype is no cast.
-        if func is Tensor.view:
-            return func(*args, **(kwargs or {}))
-        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def compute_in_float64() -> Iterator[None]:
-    """Cast to float64, inside the `with` block, whatever a model casts to float32. torch leaves modes out of a backward
-    pass, which may recompute layers: there the mode is entered again.
-    """
-    engine: Any = torch.autograd
-    run = engine._engine_run_backward
-
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        with _CastsToFloat64():
-            return run(*args, **kwargs)
-
-    engine._engine_run_backward = run_backward
-    try:
-        with _CastsToFloat64():
-            yield
-    finally:
-        engine._engine_run_backward = run
 
 
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
