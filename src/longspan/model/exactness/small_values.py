@@ -81,7 +81,7 @@ _FIXED = {
     **dict.fromkeys(_VOCABULARIES, SMALL_VOCABULARY),
     "topk_group": 1, "original_max_position_embeddings": SCALED_FROM,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "o_lora_rank": 16, "qk_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6,
+    "o_lora_rank": 16, "qk_head_dim": 16, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6,
     "index_block_size": 4, "index_topk_blocks": 2, "attention_chunk_size": CHUNK, "floor_scale": 8,
     "log_scaling_n_floor": 8, "hidden_size_per_layer_input": 8, "laurel_rank": 8, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "linear_head_dim": 16, "mamba_d_state": 8, "state_size": 8, "ssm_state_size": 8,
