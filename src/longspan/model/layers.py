@@ -116,22 +116,45 @@ def is_in_projector(module: str) -> bool:
     return any(word in module for word in _PROJECTORS)
 
 
-def named_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the list of decoder layers, in a wrapper's text model, and its name; ModelError if there is none."""
-    count = model.config.get_text_config().num_hidden_layers
+# A configuration counts attentions where a layer has two (LongCat), and passes where a stack runs several times (HRM).
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers")
+_STACK_SIZE = "num_layers_per_stack"
+
+
+def layer_lists(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
+    """Return the list of decoder layers, in a wrapper's text model, by name, or the list of each stack of layers.
+
+    ModelError if there is none.
+    """
+    config = model.config.get_text_config()
     text_prefix = text_model_name(model) if reads_other_modalities(model) else ""
-    for name, module in text_model(model).named_modules(prefix=text_prefix):
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, module
+    lists = {
+        name: module
+        for name, module in text_model(model).named_modules(prefix=text_prefix)
+        if isinstance(module, nn.ModuleList)
+    }
+    stacks = {name: layers for name, layers in lists.items() if len(layers) == getattr(config, _STACK_SIZE, None)}
+    if stacks:
+        return stacks
+    for count in (getattr(config, name, None) for name in _LAYER_COUNTS):
+        for name, layers in lists.items():
+            if len(layers) == count:
+                return {name: layers}
     raise ModelError(
-        f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found"
+        f"{type(model).__name__} has no list of {config.num_hidden_layers} decoder layers (num_hidden_layers) to be "
+        "found"
     )
+
+
+def layers_of_all_stages(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the decoder layers by qualified name, in order; those of other pipeline stages are `Absent`."""
+    return {f"{name}.{i}": layer for name, layers in layer_lists(model).items() for i, layer in enumerate(layers)}
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the decoder layers that are here, by qualified name, in order; ModelError without a list of them."""
-    name, layers = named_layer_list(model)
-    return {f"{name}.{i}": layer for i, layer in enumerate(layers) if not isinstance(layer, Absent)}
+    layers = layers_of_all_stages(model)
+    return {name: layer for name, layer in layers.items() if not isinstance(layer, Absent)}
 
 
 MTP = "mtp"  # the attribute that holds depths of multi-token prediction, and the prefix of their weights' names
@@ -165,7 +188,7 @@ def final_norm(model: PreTrainedModel) -> nn.Module | None:
     It is looked for in the model with the layers, then in the module with their list; None if neither has one. In a
     pipeline stage without the norm `norm` is an `Absent`.
     """
-    parent_of_layers = model.get_submodule(named_layer_list(model)[0].rpartition(".")[0])
+    parent_of_layers = model.get_submodule([*layer_lists(model)][-1].rpartition(".")[0])
     for module in (decoder_model(model), parent_of_layers):
         if isinstance(norm := getattr(module, "norm", None), nn.Module):
             return norm

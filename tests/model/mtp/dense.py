@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.model.add_depths import add_mtp
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.model.layers import base_model, decoder_layers, decoder_model, named_layer_list
+from longspan.model.layers import base_model, decoder_layers, decoder_model, layer_lists
 from longspan.model.mtp.depths import MtpBlocks
 from longspan.model.presets import preset_config
 from tests.model.deep import deep
@@ -162,7 +162,7 @@ def _head(model: Any, inputs: dict[str, Any], hidden: Tensor) -> Tensor:
         output["last_hidden_state"] = hidden
         return output
 
-    around = model.get_submodule(named_layer_list(model)[0].rpartition(".")[0])
+    around = model.get_submodule([*layer_lists(model)][-1].rpartition(".")[0])
     handle = around.register_forward_hook(answer)
     logits = model(**inputs).logits[0]
     handle.remove()

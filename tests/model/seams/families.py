@@ -7,6 +7,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.model.seams.renamed import renamed_class
 from tests.model.stock import SIZES, VOCABULARY, random_model
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
@@ -70,6 +71,20 @@ ENTRIES = {name: size for name, size in SIZES.items() if name not in ("num_key_v
     "index_head_dim": 16,
     "index_n_heads": 16,
 }
+# Two attentions and two MLPs in each layer, and experts that hand rows on.
+LONGCAT = {
+    **{name: INDEXED[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "q_lora_rank")},
+    **{name: INDEXED[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+    "num_layers": 2,
+    "head_dim": 4,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 24,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+}
+# Stacks of two layers: the low one runs four times, once without gradients, and the high one twice.
+HRM = SIZES | {"H_cycles": 2, "L_cycles": 2}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", OPT),
@@ -89,6 +104,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-5": ("GlmMoeDsaConfig", INDEXED | IN_GROUPS | SHARED),
     "a.x-k2": ("AXK2Config", INDEXED),
     "hy-v4": ("HYV4Config", INDEXED | IN_GROUPS | SHARED),
+    "longcat": ("LongcatFlashConfig", LONGCAT),
+    "hrm": ("HrmTextConfig", HRM),
     "dots.3": ("Dots3NoteTextConfig", INDEXED | IN_GROUPS),
     "deepseek-v4": ("DeepseekV4Config", ENTRIES),
 }
@@ -98,14 +115,22 @@ EAGER = ("hy-v4", "deepseek-v4")
 
 
 def here(families: Sequence[str]) -> list[str]:
-    return [family for family in families if hasattr(transformers, FAMILIES[family][0])]
+    return [family for family in families if hasattr(transformers, FAMILIES[family.removesuffix(RENAMED)][0])]
+
+
+RENAMED = ", renamed"
 
 
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
-    config_class, values = FAMILIES[family]
+    config_class, values = FAMILIES[family.removesuffix(RENAMED)]
     config = getattr(transformers, config_class)(**values | changes)
     attention = "eager" if family in EAGER else "sdpa"
-    return random_model(config, attn_implementation=attention, experts_implementation="eager")
+    settings: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": "eager"}
+    if not family.endswith(RENAMED):
+        return random_model(config, **settings)
+    family_name = config_class.removesuffix("Config")
+    kind = renamed_class(getattr(transformers, f"{family_name}ForCausalLM"), family_name, "Renamed")
+    return random_model(config, make=kind._from_config, **settings)
 
 
 def gradient_error(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:

@@ -28,12 +28,13 @@ from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
 from tests import parity
 from tests.model.seams import wrappers
-from tests.model.seams.families import FAMILIES, LENGTHS, MANY_HEADS, gradient_error, here, tiny
+from tests.model.seams.families import FAMILIES, LENGTHS, MANY_HEADS, RENAMED, gradient_error, here, tiny
 from tests.model.stock import Answer, answer, prepare_untried, texts, weights_of
 
 Row = tuple[str, dict[str, int], str, dict[str, Any]]  # a family, the axes of its home, a type, options of prepare
 TP, PP = {"tp": 2}, {"pp": 2}
 FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
+SEGMENTS = {"segment_layers": 2}
 COPIES = {"activation_checkpointing": "none", "shard_parameters": False}
 TEXT = "text of "  # a model of several modalities
 WRAPPERS = [TEXT + name for name in wrappers.here()]
@@ -51,6 +52,7 @@ TABLES: dict[str, tuple[int, list[Row]]] = {
             *_over_slots(here(["nemotron"]), "all_gather", SELECTIVE),
             *_over_slots(WRAPPERS[-1:], "p2p", COPIES),
             *_over_slots(here(["deepseek-v3.2"]), "a2a", FULL),
+            *_over_slots(here([f"longcat{RENAMED}", f"hrm{RENAMED}"]), "p2p", FULL),
             *((family, TP, "p2p", {}) for family in here(["gemma4"])),
         ],
     ),
@@ -60,7 +62,9 @@ TABLES: dict[str, tuple[int, list[Row]]] = {
             *((family, PP, "p2p", FULL) for family in here(["gemma4 without sharing", "glm-5"])),
             *_over_slots(here(["gemma4"]), "all_gather", SELECTIVE),
             *_over_slots(here([f"deepseek-v3.2{MANY_HEADS}"]), "p2p", COPIES),
-            *_over_slots(here(["glm-5", "hy-v4"]), "all_gather", SELECTIVE),
+            *_over_slots(here(["glm-5", "hy-v4", "longcat", "hrm"]), "all_gather", SELECTIVE),
+            *_over_slots(here(["longcat", "hrm"]), "dynamic", FULL | SEGMENTS),
+            *((family, axes, "p2p", FULL) for family, axes in (("longcat", PP), ("hrm", TP)) if here([family])),
         ],
     ),
     "3 ranks": (
@@ -127,11 +131,24 @@ def test_equals_the_stock_model(name: str) -> None:
     parity.check(cases | {first: replace(cases[first], tried=True)})
 
 
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("longcat", ["model.layers.0", "model.layers.1"]),
+        ("hrm", [f"model.{stack}_module.layers.{layer}" for stack in "LH" for layer in (0, 1)]),
+    ],
+)
+def test_layers_are_found_where_a_configuration_counts_attentions_or_passes(family: str, names: list[str]) -> None:
+    if here([family]):
+        assert [*decoder_layers(tiny(family))] == names
+
+
 REFUSED = {
     "opt over tp": ("opt", TP, "OPTForCausalLM has no tensor-parallel plan"),
     "opt over stages": ("opt", PP, "OPTForCausalLM cannot be cut into pipeline stages"),
     "entries over tp": ("deepseek-v4", TP, r"tp 2 does not divide 1 \(key/value heads\)"),
     "streams over stages": ("deepseek-v4", PP, "parameters that its pipeline plan does not place .*hc_head"),
+    "stacks over stages": ("hrm", PP, "HrmTextForCausalLM cannot be cut into pipeline stages: .* has .*L_module"),
     "inputs of each layer": ("gemma4", PP, "parameters that its pipeline plan does not place .*per_layer"),
 }
 

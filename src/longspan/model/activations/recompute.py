@@ -26,7 +26,7 @@ from longspan.model.execution import Execution
 from longspan.model.feature import Call, Feature
 from longspan.model.fsdp_params import gather_parameters
 from longspan.model.host_arena import HostArena, check_free_host_memory
-from longspan.model.layers import Absent, mtp_depths, named_layer_list
+from longspan.model.layers import Absent, layers_of_all_stages, mtp_depths
 from longspan.plan.form import CHECKPOINT_POLICIES, CheckpointPolicy
 
 Run = Callable[..., Any]  # a layer's call, without the checkpoint
@@ -282,7 +282,7 @@ class RecomputationFeature(Feature):
                 f"segment_layers is {size}: of so many layers that recompute the first one's input is kept, and no "
                 "layer recomputes; use activation_checkpointing 'full' or 'selective', or segment_layers 0"
             )
-        layers = len(named_layer_list(model)[1])
+        layers = len(layers_of_all_stages(model))
         depths = len(mtp_depths(model))
         if not self._is_one and len(self._policies) != layers + depths:
             depths_text = f" and {depths} depths of multi-token prediction" if depths else ""
@@ -346,9 +346,9 @@ class RecomputationFeature(Feature):
                 module.register_forward_pre_hook(lambda *_: offload.count_empty_layer())
 
     def _layer_policies(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, str]]:
-        name, layers = named_layer_list(model)
+        layers = layers_of_all_stages(model)
         local_layers = [
-            (i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)
+            (i, name, layer) for i, (name, layer) in enumerate(layers.items()) if not isinstance(layer, Absent)
         ]
         for number, depth in enumerate(mtp_depths(model)):
             block = depth.mtp_block

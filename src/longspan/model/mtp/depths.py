@@ -18,7 +18,7 @@ from longspan.bridge.item_rows import embedding_arguments
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter, has_trained_copy, is_adapted
 from longspan.model.feature import Feature
-from longspan.model.layers import MTP, architecture_name, mtp_depths, named_layer_list
+from longspan.model.layers import MTP, architecture_name, layers_of_all_stages, mtp_depths
 
 
 class MtpBlocks(nn.ModuleList):
@@ -131,7 +131,7 @@ class LayerInputs:
 def record_layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
     """Record with what arguments a pass inside calls the last decoder layer; depths are called with the same."""
     inputs = LayerInputs(model)
-    last_layer = named_layer_list(model)[1][-1]
+    last_layer = [*layers_of_all_stages(model).values()][-1]
     handle = last_layer.register_forward_pre_hook(inputs.record_call, with_kwargs=True, prepend=True)
     try:
         yield inputs

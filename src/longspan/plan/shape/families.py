@@ -181,12 +181,9 @@ FAMILIES: dict[str, Family] = {
         small={"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}}
     ),
     "deepseek_v2": Family(small=_defaults_where_none(num_experts_per_tok=2)),
-    # Documents of trials have entries of both kinds. With few heads index scores tie.
+    # Documents of trials have entries of both kinds.
     "deepseek_v4": Family(
-        small={
-            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-            "index_n_heads": 16,
-        }
+        small={"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
     ),
     "dory": Family(
         # Its dict counts attention and MLPs apart: four layers, the two in the middle run again.
@@ -207,6 +204,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(mtp_names="last layers", tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
     "glm5_next*": Family(rotary=False),
+    "glm5_next_text": Family(small={"index_topk": 8, "index_kpool": 4, "qk_rope_head_dim": 0}),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), Family(mlp_width="n_inner", mlp_gate=False)),
     "gpt_oss": Family(own_expert_gate=True, tensor_parallel=_layer_plan(self_attn=_ATTENTION | {"sinks": HEADS})),
     "granitemoehybrid": Family(
@@ -214,6 +212,10 @@ FAMILIES: dict[str, Family] = {
         tensor_parallel=_layer_plan(
             self_attn=_ATTENTION, shared_mlp={"input_linear": PACKED, "output_linear": ROWWISE}
         ),
+    ),
+    "hrm_text": Family(
+        # Two stacks of two layers, which run four and two times; the first pass of the low one has no gradients.
+        small={"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": 12}
     ),
     "kimi_k25": Family(
         square_patches=True, small={"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]}
@@ -237,6 +239,8 @@ FAMILIES: dict[str, Family] = {
         tensor_parallel=_EMBEDDINGS,
         small={"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
     ),
+    # Each key/value head has an index head of its own.
+    "minimax_m3_vl_text": Family(small={"index_n_heads": lambda small: small["num_key_value_heads"]}),
     "mllama": Family(no_images="its layers attend across to its images"),
     "nemotron_h": Family(
         rotary=False,
@@ -260,7 +264,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_text": Family(tensor_parallel=_layer_plan(self_attn=_ATTENTION | _HEAD_NORMS, mlp=_GATED)),
     "qwen4_exp_text": Family(
         small=_defaults_where_none(
-            indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
+            indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
         )
     ),
     "reformer": Family(small={"axial_pos_embds": False, "lsh_attn_chunk_length": 1, "local_attn_chunk_length": 1}),
