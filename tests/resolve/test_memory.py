@@ -15,12 +15,12 @@ from transformers import GPT2Config
 from longspan.cli.train import train_rank as train_by_command
 from longspan.comm import World
 from longspan.config.file import load_config
-from longspan.config.memory_keys import fixed_memory_keys
+from longspan.config.memory_keys import FORM_KEYS, MEMORY_KEYS, fixed_memory_keys, form_of_config
 from longspan.config.sections import OptimizerSection, RunConfig
 from longspan.errors import CommError, ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.model.presets import preset_config
-from longspan.plan import FixedMemory, Machine, MemoryBudget, MemoryPlan
+from longspan.plan import FixedMemory, Form, Machine, MemoryBudget, MemoryPlan, MemorySettings
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import FILE, SlotRows, halve_kept_rows, keys_that_decide_rows, resolve_with_kept_rows
@@ -89,6 +89,22 @@ def test_keys_by_hand_are_not_chosen() -> None:
     ]
     for keys, fixed in cases:
         assert fixed_memory_keys(load_config(None, keys)) == fixed, keys
+
+
+def test_a_field_of_a_form_has_its_key_by_which_rows_are_kept() -> None:
+    assert {*Form.__dataclass_fields__} - {*FORM_KEYS} == {"segment_layers"}
+    assert {*MEMORY_KEYS, *FORM_KEYS.values()} - {"train.compile"} <= {*keys_that_decide_rows(config_of())}
+    keys: dict[str, Any] = {
+        "train.float8": "rowwise",
+        "train.compile": "none",
+        "train.activation_checkpointing": "full+host",
+    }
+    form = form_of_config(load_config(None, keys | {"mtp.num_layers": 2, "train.mlp_tile_tokens": 64}))
+    changes: dict[str, Any] = {"checkpoint_policies": "full+host", "mtp_layers": 2, "mlp_tile_tokens": 64}
+    assert form == Form(float8="rowwise", frozen="auto", **changes)
+    assert form.for_prepare(training=False).checkpoint_policies == "full"
+    settings = MemorySettings(lora_rank=4).with_form(form)
+    assert settings.form == form and settings.lora_rank == 4
 
 
 def test_numbers_of_state_are_counted_on_the_optimizer_itself() -> None:
