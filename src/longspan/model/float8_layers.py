@@ -24,7 +24,7 @@ from longspan.model.float8.products import (
     multiply_scaled_rows,
     quantise_by_torch,
 )
-from longspan.model.kinds import expert_modules, router_modules
+from longspan.model.kinds import expert_modules, is_linear, router_modules
 from longspan.model.layers import MTP, decoder_layers, mtp_depths
 from longspan.model.marks import find_float8_weight
 from longspan.model.seams.set_forwards import has_forward_of_others
@@ -51,12 +51,7 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     linears = dict[str, nn.Linear]()
     for name, module in model.named_modules():
         is_left_out = f"{name}.".startswith(router_prefixes) or belongs_to_adapter(f"{name}.")
-        if (
-            type(module) is not nn.Linear
-            or not name.startswith(prefixes)
-            or is_left_out
-            or has_forward_of_others(module)
-        ):
+        if not is_linear(module) or not name.startswith(prefixes) or is_left_out or has_forward_of_others(module):
             continue
         # the last word, without the `base_layer` that peft puts behind a linear's name
         linear_name = [word for word in name.split(".") if word != "base_layer"][-1]

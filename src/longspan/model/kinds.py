@@ -6,7 +6,7 @@ The file of a kind is not imported here; modules of peft are told in `adapted_mo
 import inspect
 from functools import cache
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from torch import nn
 
@@ -20,6 +20,15 @@ ROWWISE_LAYER_TYPES = ("mlp", "moe")  # types of layers in which rows do not mee
 def class_forward(module: nn.Module) -> FunctionType:
     """Return the forward that its class defines, unwrapped; `prepare` refuses wrappers that are not transformers'."""
     return inspect.unwrap(type(module).forward)
+
+
+def is_linear(module: object) -> TypeGuard[nn.Linear]:
+    """Return whether a module is an nn.Linear and computes as one: its class has no forward of its own.
+
+    DeepSeek-V4's grouped linears have one, and routers of Llama 4: they get no adapter, are not packed, compute in no
+    float8, and are not split over tp.
+    """
+    return isinstance(module, nn.Linear) and class_forward(module) is nn.Linear.forward
 
 
 # ---- mixers (`seams/mixers.py`)

@@ -22,14 +22,18 @@ from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_rules import check_adapter
 from longspan.model.adapters.new_adapter import NewAdapter, adapter_notes, add_lora
 from longspan.model.feature import Call
+from longspan.model.frozen.frozen_weights import weights_to_pack
+from longspan.model.kinds import is_linear
 from longspan.model.options import PrepareOptions
+from longspan.model.tensor_parallel.module_styles import StyledModule, sizes_divided_by_tp
 from longspan.model.tensor_parallel.split_model import TensorParallelFeature
 from longspan.plan import plan_fixed
+from longspan.plan.shape.packed import LEAST_ROWS
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.experts.moe_models import moe_model
 from tests.model.lora.adapted import LENGTHS, adapted, dense
-from tests.model.seams.families import tiny as indexed
+from tests.model.seams.families import here, tiny as indexed
 from tests.model.stock import gradients_of, prepare_untried, texts, tiny
 
 CP, TP, PP = Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, pp=2)
@@ -108,6 +112,26 @@ def test_targets_are_names_of_linears() -> None:
     assert "q_b_proj" in targets and not {"wk", "wq_b", "weights_proj"} & {*targets}
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(names) == 2 and all("lm_head" in name for name in names)
+
+
+@pytest.mark.skipif(not here(["deepseek-v4"]), reason="this transformers has no such class")
+def test_a_linear_with_a_forward_of_its_own_is_whole_for_adapters_packing_and_tp(world: World) -> None:
+    """DeepSeek-V4 projects attention's output in groups, by a class that is an nn.Linear by its type alone."""
+    model = indexed("deepseek-v4", o_lora_rank=64).float()
+    grouped = model.model.layers[0].self_attn.o_a_proj
+    assert isinstance(grouped, torch.nn.Linear) and grouped.out_features >= LEAST_ROWS and not is_linear(grouped)
+    assert not [name for name in weights_to_pack(model) if "o_a_proj" in name]
+    styled = [StyledModule("model.layers.0.self_attn.o_a_proj", grouped, "colwise")]
+    with pytest.raises(ModelError, match=r"o_a_proj \(DeepseekV4GroupedLinear\) has style 'colwise', which is for nn"):
+        sizes_divided_by_tp(model, styled)
+    adapted_model = add_lora(model, NewAdapter(rank=2))
+    targets = adapted_model.peft_config["default"].target_modules
+    assert {"o_b_proj", "q_a_proj"} <= {*targets} and "o_a_proj" not in targets
+    adapter = find_adapter(adapted_model)
+    assert adapter is not None
+    check_adapter(adapted_model.get_base_model(), adapter, world)
+    with pytest.raises(ModelError, match="'o_a_proj', which is no linear of DeepseekV4ForCausalLM"):
+        add_lora(indexed("deepseek-v4"), NewAdapter(rank=2, targets=("o_a_proj",)))
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])  # a dense layer; shared experts too

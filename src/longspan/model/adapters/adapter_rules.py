@@ -26,7 +26,7 @@ from longspan.model.adapters.adapter import Adapter, adapter_parameters, find_ad
 from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.adapters.new_adapter import DrawnAdapter
 from longspan.model.feature import Call, Feature
-from longspan.model.kinds import expert_modules, find_choosing_modules
+from longspan.model.kinds import expert_modules, find_choosing_modules, is_linear
 from longspan.model.layers import is_tied, mtp_depths
 from longspan.model.mtp.depths import reasons_against_mtp, select_mtp_weights
 from longspan.model.weights.fill import find_deferred_weights
@@ -109,10 +109,10 @@ def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
                 yield f"{name} adapts {layer.parameter_name}, which is no matrix of experts; leave it out"
                 return
         elif is_adapted(module):
-            inner = type(layer.base_layer)
+            inner = layer.base_layer
             variants = {type(v).__name__ for v in getattr(layer, "lora_variant", {}).values()} - {_DORA}
-            if inner not in (nn.Linear, nn.Embedding) or not hasattr(layer, "lora_A"):
-                kind = f"{type(module).__name__} over {inner.__name__}"
+            if not (is_linear(inner) or type(inner) is nn.Embedding) or not hasattr(layer, "lora_A"):
+                kind = f"{type(module).__name__} over {type(inner).__name__}"
                 yield f"{name} ({kind}) is no LoRA of an nn.Linear or nn.Embedding; leave it out of target_modules"
                 return
             if variants:

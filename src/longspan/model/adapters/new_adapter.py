@@ -16,13 +16,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_adapted
 from longspan.model.adapters.adapter import adapted_weights, adapter_parameters
-from longspan.model.kinds import SCORE_HEADS, expert_modules, find_choosing_modules, name_without_adapter
+from longspan.model.kinds import SCORE_HEADS, expert_modules, find_choosing_modules, is_linear, name_without_adapter
 from longspan.model.layers import architecture_name, decoder_layers, towers_beside_text_model
 from longspan.model.mtp.depths import unwrap_trained_mtp
 from longspan.model.parts import is_tied
@@ -91,7 +91,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         raise ModelError(
             f"adapters are made by peft, which cannot be imported ({error}); pip install 'longspan[lora]'"
         ) from error
-    linears, towers = _linears_outside_towers(model)
+    linears, left_out = _linears_to_adapt(model)
     if new.targets:
         names, of_experts = _checked_target_names(model, new.targets, linears)
     else:
@@ -107,7 +107,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         lora_dropout=new.dropout,
         target_modules=names,
         target_parameters=of_experts or None,
-        exclude_modules=towers,
+        exclude_modules=left_out,
         task_type="SEQ_CLS" if architecture_name(model).endswith(SCORE_HEADS) else "CAUSAL_LM",
         modules_to_save=[*new.whole] or None,
     )
@@ -137,14 +137,16 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
 # ---- names of targets
 
 
-def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | None]:
-    """The pattern (None: none) fits all modules of towers: their linears have like names, which peft must not adapt."""
+def _linears_to_adapt(model: PreTrainedModel) -> tuple[list[str], str | None]:
+    """The pattern (None: none) fits all modules of towers, and of indexers, which get no gradient: their linears may
+    have names like those of others, and peft must not adapt them."""
     towers = {id(tower) for tower in towers_beside_text_model(model)}
-    tower_names = [name for name, module in model.named_modules() if id(module) in towers]
-    pattern = f"({'|'.join(map(re.escape, tower_names))})(\\..*)?" if tower_names else None
-    untrained = tuple(f"{name}." for name in find_choosing_modules(model))
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    linears = [name for name in linears if not name.startswith(untrained)]
+    left_out = [name for name, module in model.named_modules() if id(module) in towers]
+    left_out += find_choosing_modules(model)
+    # A pattern for all layers: "model.layers.3.self_attn.indexer" is one of any number.
+    patterns = dict.fromkeys(re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) for name in left_out)
+    pattern = f"({'|'.join(patterns)})(\\..*)?" if patterns else None
+    linears = [name for name, module in model.named_modules() if is_linear(module)]
     return [name for name in linears if not (pattern and re.fullmatch(pattern, name))], pattern
 
 

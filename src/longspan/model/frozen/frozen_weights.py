@@ -21,7 +21,7 @@ from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_co
 from longspan.model.frozen.packed_format import NF4, PackedFormat
 from longspan.model.frozen.packed_weight import PackedWeight, pack_parameter, unpack_when_gathered
 from longspan.model.fsdp_params import accept_integer_shards, check_fsdp_names
-from longspan.model.kinds import expert_modules, find_choosing_modules, find_mixers, router_modules
+from longspan.model.kinds import expert_modules, find_choosing_modules, find_mixers, is_linear, router_modules
 from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.tensor_parallel.mixer_parts import mixer_parts
 from longspan.model.tensor_parallel.module_styles import SPLIT_INPUT, list_styles
@@ -44,7 +44,7 @@ def weights_to_pack(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
         if path in experts:
             matrices = [name for name, p in module.named_parameters(recurse=False) if p.ndim == 3]
             places |= {f"{path}.{name}": (module, name) for name in matrices}
-        elif type(module) is nn.Linear:
+        elif is_linear(module):
             linear_name = name_without_adapter(path).rpartition(".")[2]
             if may_pack_linear(linear_name, module.out_features):
                 places[f"{path}.weight"] = module, "weight"
@@ -174,7 +174,7 @@ class FrozenFeature(Feature):
             )
         elif not formats:
             layers = tuple(f"{name}." for name in decoder_layers(model))
-            modules = ((name, m) for name, m in model.named_modules() if type(m) is nn.Linear)
+            modules = ((name, m) for name, m in model.named_modules() if is_linear(m))
             linears = [m for name, m in modules if name.startswith(layers) and not belongs_to_adapter(f"{name}.")]
             yield (
                 f"its decoder layers have no experts, and none of their {plural(len(linears), 'linear')} has the "

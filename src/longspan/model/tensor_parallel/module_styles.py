@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import unadapted_module
-from longspan.model.kinds import find_mixers
+from longspan.model.kinds import find_mixers, is_linear
 from longspan.model.layers import MTP, text_model_name
 from longspan.model.tensor_parallel.mixer_parts import mixer_parts
 from longspan.plan.shape.families import (
@@ -161,7 +161,7 @@ def sizes_divided_by_tp(model: PreTrainedModel, styled_modules: list[StyledModul
             raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
         elif parameter is None and style in (COLWISE, ROWWISE, PACKED, SPLIT_INPUT):
             linear = unadapted_module(module)
-            if not isinstance(linear, nn.Linear):
+            if not is_linear(linear):
                 raise ModelError(
                     f"{name} ({type(module).__name__}) has style {style!r}, which is for nn.Linear; use tp 1"
                 )

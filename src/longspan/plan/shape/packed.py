@@ -23,7 +23,7 @@ from longspan.plan.shape.quantization import NF4_FORM, LayerModules, PackedForm,
 # A linear with fewer outputs has one number a head, or is a gate of experts.
 LEAST_ROWS = 64
 # These routers are plain linears.
-_ROUTERS = ("gate", "router")
+_ROUTERS = ("gate", "router", "classifier")
 
 
 def may_pack_linear(name: str, rows: int) -> bool:
