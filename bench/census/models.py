@@ -123,17 +123,22 @@ def head_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
     types = values.get("layer_types") or ["sliding_attention" if window else "full_attention"]
     kinds: list[dict[str, Any]] = []
     for number, kind in enumerate(types):
-        if kind not in _ATTENTION:
+        if kind not in (*_ATTENTION, *_WITH_ENTRIES):
             continue
         query, value = _head_sizes(values | layers.get(number, {}))
         softcap = bool(values.get("attn_logit_softcapping"))
-        entry = {"query": query, "value": value, "window": kind == "sliding_attention", "softcap": softcap}
+        has_window = kind in ("sliding_attention", *_WITH_ENTRIES)
+        entry = {"query": query, "value": value, "window": has_window, "softcap": softcap}
         entry |= {"indexed": True} if kind == "indexed_attention" else {}
         kinds += [entry] if query and entry not in kinds else []
+        # Beside a window of rows, entries are chosen as latents are.
+        chosen = entry | {"window": False, "indexed": True, "latents": True}
+        kinds += [chosen] if kind == _WITH_ENTRIES[0] and chosen not in kinds else []
     return kinds
 
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "attention", "indexed_attention")
+_WITH_ENTRIES = ("compressed_sparse_attention", "heavily_compressed_attention")
 
 
 def _head_sizes(values: Mapping[str, Any]) -> tuple[int, int]:

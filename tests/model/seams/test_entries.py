@@ -19,6 +19,7 @@ from longspan.doctor.stock import compute_in_float64
 from longspan.errors import AttentionError, ModelError
 from longspan.model.kinds import chooses_entries
 from longspan.model.seams import entries
+from longspan.model.seams.chosen_keys import index_scores
 from longspan.mtp import add_mtp
 from longspan.testing import backend, run_ranks
 from tests import parity
@@ -125,6 +126,17 @@ def _choices_of_the_class() -> list[list[set[int]]]:
     return chosen
 
 
+def _best_of_all(q: Tensor, weights: Tensor, keys: Tensor, first: int, k: int, stride: int) -> Tensor:
+    """What `choose_best_keys` chooses, from all scores at once."""
+    scores = torch.einsum("rh,rhs->rs", weights, torch.einsum("rhd,sd->rhs", q, keys).relu())
+    ends = torch.arange(len(keys)) * stride + stride - 1
+    scores = scores.masked_fill(ends > first + torch.arange(len(q))[:, None], -torch.inf)
+    best, order = (x[:, :k] for x in scores.sort(dim=1, descending=True, stable=True))
+    chosen = torch.full((len(q), k), -1, dtype=torch.int32)
+    chosen[:, : order.shape[1]] = order.int().masked_fill(best == -torch.inf, -1)
+    return chosen
+
+
 def _on_two_ranks(rank: int, changes: dict[str, Any], exact: Answer) -> tuple[dict[str, Any], int]:
     torch.set_num_threads(1)
     home = Layout(ranks=2)
@@ -141,14 +153,23 @@ def _on_two_ranks(rank: int, changes: dict[str, Any], exact: Answer) -> tuple[di
         for change in each_mutated(changes):
             found[change] = parity.step_errors(case, model, case.plans["zigzag"], world)[0]
         shard = bind(plan_fixed(LENGTHS, home, cp=2).micro_batches[0], world)
+        by_kernels = list[Tensor]()
+        monkeypatch.setattr(
+            entries, "choose_best_keys", lambda *x: (by_kernels.append(_best_of_all(*x)), by_kernels[-1])[1]
+        )
         ids = torch.from_numpy(np.concatenate(texts(LENGTHS))).to(world.device)
         monkeypatch.setattr(entries, "choose_entries", lambda *x: (chosen.append(choose(*x)), chosen[-1])[1])
-        with torch.no_grad():
-            model(input_ids=shard.scatter(ids)[None], position_ids=shard.position_ids[None], shard=shard)
         documents = shard.scatter(torch.from_numpy(np.repeat(np.arange(len(LENGTHS)), LENGTHS)).to(world.device))
         expected = _choices_of_the_class()
-        rows = zip(documents.tolist(), shard.position_ids.tolist(), chosen[0][0].tolist(), strict=True)
-        other = sum({n for n in row if n >= 0} != expected[document][position] for document, position, row in rows)
+        other = 0
+        for by_kernel in (False, True):
+            assert not by_kernels
+            monkeypatch.setattr(index_scores, "can_score", lambda q, by_kernel=by_kernel: by_kernel)
+            with torch.no_grad():
+                model(input_ids=shard.scatter(ids)[None], position_ids=shard.position_ids[None], shard=shard)
+            rows = zip(documents.tolist(), shard.position_ids.tolist(), chosen[-1][0].tolist(), strict=True)
+            assert bool(by_kernels) == by_kernel
+            other += sum({n for n in row if n >= 0} != expected[d][position] for d, position, row in rows)
     return found, other
 
 

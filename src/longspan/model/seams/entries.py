@@ -19,6 +19,7 @@ from longspan.comm.autograd import break_graphs_around
 from longspan.errors import ModelError
 from longspan.model.feature import Feature
 from longspan.model.kinds import attends_to_entries, reads_window_before
+from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
 from longspan.model.seams.chosen_keys.indexers import LowestFirst, argument_rows, row_runs
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import attention_dropout
@@ -181,30 +182,46 @@ def choose_entries(
     """Choose entries for each row by the class's own forward: (1, T, k) numbers in its document, −1 for none.
 
     It runs twice: over all rows for the indexer's entries, gathered over each group; and over runs of rows of one
-    document with that document's entries. No tensor of all rows × all entries is formed.
+    document with that document's entries, or on GPUs for queries and weights alone, if `choose_best_keys` can score
+    them. No tensor of all rows × all entries is formed.
     """
     arguments = hidden_states, q_residual, position_ids
     layer = _CacheLayer(shard, members)
     _run_until_entries(indexer, layer, *arguments)
     rows = hidden_states.shape[1]
-    chosen = hidden_states.new_full((1, rows, int(indexer.index_topk)), -1, dtype=torch.int32)
+    k = int(indexer.index_topk)
+    chosen = hidden_states.new_full((1, rows, k), -1, dtype=torch.int32)
+
+    def run_stock_forward(run_rows: slice, seen: Tensor) -> Tensor:
+        """Run the class's forward over some local rows, which choose among the entries that its cache has."""
+        stand_in = SimpleNamespace(
+            store_compression_weights=lambda _, kv, gate: (kv[:, :0], gate[:, :0], 0),
+            update_compressor_states=lambda *_: seen[None],
+        )
+        run_arguments = (argument_rows(x, rows, run_rows) for x in arguments)
+        return type(indexer).forward(indexer, *run_arguments, SimpleNamespace(layers=[stand_in]), 0)
+
+    with ScoreOperands() as operands:
+        run_stock_forward(slice(0, 1), layer.own[0][:0])
+    by_kernel = operands.can_score_by_kernel()
     for part, part_members, own in zip(shard.parts, members, layer.own, strict=True):
         group_entries = part_members.gather(own)
         entries = part_members.entries
-        heads = -(-int(indexer.num_heads) // entries.stride)
+        heads = 0 if by_kernel else -(-int(indexer.num_heads) // entries.stride)
         for document, part_rows, positions, _ in row_runs(part_members, heads):
             first = int(entries.firsts[document])
             seen = group_entries[
                 first : first + min(int(entries.counts[document]), positions.stop // entries.stride)
             ]
             run_rows = slice(part.start + part_rows.start, part.start + part_rows.stop)
-            stand_in = SimpleNamespace(
-                store_compression_weights=lambda _, kv, gate: (kv[:, :0], gate[:, :0], 0),
-                update_compressor_states=lambda *_, seen=seen: seen[None],
-            )
-            run_arguments = (argument_rows(x, rows, run_rows) for x in arguments)
+            if by_kernel:
+                with ScoreOperands() as operands:
+                    run_stock_forward(run_rows, seen[:0])
+                operands_of_run = operands.queries_and_weights()
+                chosen[0, run_rows] = choose_best_keys(*operands_of_run, seen, positions.start, k, entries.stride)
+                continue
             with LowestFirst(none=False):
-                chosen_here = type(indexer).forward(indexer, *run_arguments, SimpleNamespace(layers=[stand_in]), 0)
+                chosen_here = run_stock_forward(run_rows, seen)
             chosen[:, run_rows, : chosen_here.shape[-1]] = chosen_here
     return chosen
 

@@ -14,6 +14,7 @@ def score_keys(
     rows,
     keys,
     first_position,
+    stride,
     heads,
     q_row,
     q_head,
@@ -27,8 +28,9 @@ def score_keys(
 ):
     """Write the scores of ROWS rows and KEYS keys in each program: Σ over heads of weight · relu(q · key), in float32.
 
-    Row r stands at position `first_position` + r; scores of later keys are −∞. SIZE is the size of a head, WIDTH the
-    power of two that holds it; `q_row`, `q_head`, `weights_row`, `keys_row` and `scores_row` are strides.
+    Row r stands at position `first_position` + r, key j at j · `stride` + `stride` − 1; scores of later keys are −∞.
+    SIZE is the size of a head, WIDTH the power of two that holds it; `q_row`, `q_head`, `weights_row`, `keys_row` and
+    `scores_row` are strides of tensors.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
@@ -38,14 +40,16 @@ def score_keys(
     block = tl.load(keys_at, mask=(key < keys)[:, None] & (column < SIZE)[None, :], other=0.0)
     total = tl.zeros((ROWS, KEYS), tl.float32)
     # Nothing is multiplied where all keys of the block are later than all of its rows.
-    if tl.program_id(1) * KEYS <= first_position + tl.program_id(0) * ROWS + ROWS - 1:
+    last_position = first_position + tl.program_id(0) * ROWS + ROWS - 1
+    if tl.program_id(1) * KEYS * stride + stride - 1 <= last_position:
         for head in range(heads):
             q_at = q + at[:, None] * q_row + head * q_head + column[None, :]
             q_block = tl.load(q_at, mask=(row < rows)[:, None] & (column < SIZE)[None, :], other=0.0)
             products = tl.dot(q_block, tl.trans(block), input_precision="ieee")
             weight = tl.load(weights + at * weights_row + head, mask=row < rows, other=0.0)
             total += weight[:, None] * tl.maximum(products, 0.0)
-    total = tl.where(key[None, :] <= first_position + row[:, None], total, float("-inf"))
+    position = key[None, :] * stride + stride - 1
+    total = tl.where(position <= first_position + row[:, None], total, float("-inf"))
     tl.store(
         scores + at[:, None] * scores_row + key[None, :], total, mask=(row < rows)[:, None] & (key < keys)[None, :]
     )

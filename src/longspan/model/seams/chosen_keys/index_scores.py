@@ -20,22 +20,24 @@ _ROWS = 64
 _KEYS = 128
 # A program of `write_best_keys` reads so many keys at a time.
 _KEYS_OF_ROW = 2048
-# What an indexer does to scores up to its `topk`.
-_SCORING = ["matmul", "relu", "matmul", "squeeze", "__invert__", "masked_fill", "topk"]
+# What an indexer does to scores up to its `topk`: it sums heads by a product, or weighs them and adds them up.
+_SUMMED_BY_PRODUCT = ["matmul", "relu", "matmul", "squeeze", "__invert__", "masked_fill", "topk"]
+_WEIGHED_AND_ADDED = ["matmul", "relu", "mul", "sum", "topk"]
 
 
 class ScoreOperands(TorchFunctionMode):
     """Notes what an indexer multiplies, in a forward pass of its class that gets no key.
 
-    The scores of such a pass have no columns: all that it computes are queries (1, T, H, size) and weights (1, T, 1,
-    H). No result is changed. After the pass, `can_score_by_kernel` and `queries_and_weights` say what was noted.
+    The scores of such a pass have no columns: all that it computes are queries (1, T, H, size) and weights, (1, T, 1,
+    H) or (1, T, H, 1). No result is changed. After the pass, `can_score_by_kernel` and `queries_and_weights` say what
+    was noted.
     """
 
     def __init__(self) -> None:
         """Begin with nothing noted."""
         super().__init__()
         self._steps = list[str]()  # names of the functions that were called on empty scores
-        # The operands are those of the products, in order.
+        # The operands are those of the products, in order, and the weights by which scores are multiplied.
         self._left_operands = list[Tensor]()
         # result and argument of the last cast to float32 before a product
         self._widened = (torch.empty(0), torch.empty(0))
@@ -54,6 +56,9 @@ class ScoreOperands(TorchFunctionMode):
         is_factor = name in ("mul", "__mul__") and isinstance(args[1], float) and args[1] > 0
         is_step = has_scores and not is_factor and name != "__get__"
         if is_step and self._left_operands and "topk" not in self._steps:
+            if name in ("mul", "__mul__") and isinstance(args[1], Tensor):
+                name = "mul"
+                self._left_operands.append(args[1].transpose(-1, -2))
             self._steps.append(name)
         return out
 
@@ -61,7 +66,8 @@ class ScoreOperands(TorchFunctionMode):
         """Return whether the pass formed scores Σ heads weight · relu(q · key), times a number above 0, and a kernel
         can sum them on this device and in this dtype.
         """
-        return self._steps == _SCORING and len(self._left_operands) == 2 and can_score(self._left_operands[0])
+        is_known = self._steps in (_SUMMED_BY_PRODUCT, _WEIGHED_AND_ADDED)
+        return is_known and len(self._left_operands) == 2 and can_score(self._left_operands[0])
 
     def queries_and_weights(self) -> tuple[Tensor, Tensor]:
         """Return q (T, H, size), in the type that it had before its class widened it, and weights (T, H).
@@ -78,35 +84,43 @@ def can_score(q: Tensor) -> bool:
     return q.is_cuda and q.dtype == torch.float32 and not find_kernel("triton_flash").unsupported_reason(q.device)
 
 
-def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, k: int) -> Tensor:
+def choose_best_keys(
+    q: Tensor, weights: Tensor, keys: Tensor, first_position: int, k: int, stride: int = 1
+) -> Tensor:
     """Choose the k best keys for R rows, which stand at `first_position` and after: (R, k) int32, ascending.
 
-    A row may choose keys up to its own position; where these are fewer than k, −1 fills its columns. q (R, H, size),
-    weights (R, H) and keys (S, size) give the scores. Among equal ones the first are taken.
+    Key j stands at position j · stride + stride − 1, and a row may choose keys up to its own position; where these are
+    fewer than k, −1 fills its columns. q (R, H, size), weights (R, H) and keys (S, size) give the scores. Among equal
+    ones the first are taken.
     """
     if q.dtype != keys.dtype:
         q, keys = q.float(), keys.float()
     weights = weights.float().contiguous()
     q = q.contiguous()
-    chosen = torch.empty((len(q), k), dtype=torch.int32, device=q.device)
-    at_once = max(_ROWS, _SCORE_BYTES // (4 * len(keys)) // _ROWS * _ROWS)
+    chosen = torch.full((len(q), k), -1, dtype=torch.int32, device=q.device)
+    at_once = max(_ROWS, _SCORE_BYTES // (4 * max(1, len(keys))) // _ROWS * _ROWS)
     for start in range(0, len(q), at_once):
         stop = min(start + at_once, len(q))
-        _choose_for_run(q[start:stop], weights[start:stop], keys, first_position + start, chosen[start:stop])
+        first = first_position + start
+        _choose_for_run(q[start:stop], weights[start:stop], keys, first, chosen[start:stop], stride)
     return chosen
 
 
-def _choose_for_run(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor) -> None:
+def _choose_for_run(
+    q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor, stride: int
+) -> None:
     """A row's `least` score is its k-th best one; of the keys with that score the first `ties` are chosen: k in all."""
     kernels = import_module("longspan.model.seams.chosen_keys.index_score_kernels")
     rows, heads, size = q.shape
     k = chosen.shape[1]
     # Any of the rows may choose among so many keys.
-    count = min(len(keys), first_position + rows)
+    count = min(len(keys), (first_position + rows) // stride)
+    if not count:
+        return
     scores = q.new_empty((rows, count), dtype=torch.float32)
     constants = {"SIZE": size, "WIDTH": max(16, 1 << (size - 1).bit_length()), "ROWS": _ROWS, "KEYS": _KEYS}
     kernels.score_keys[-(-rows // _ROWS), -(-count // _KEYS)](
-        *(q, weights, keys, scores, rows, count, first_position, heads),
+        *(q, weights, keys, scores, rows, count, first_position, stride, heads),
         *(*q.stride()[:2], weights.stride(0), keys.stride(0), count),
         **constants,
         num_warps=8,
