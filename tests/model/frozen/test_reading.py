@@ -113,7 +113,7 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CASES: Any = pytest.importorskip("tests.model.frozen.formats.folders").CASES
-FEW = ("float8 in blocks", "mxfp4")  # which are written without bitsandbytes
+FEW = ("float8 in blocks", "mxfp4", "int4 by group")  # which are written without bitsandbytes
 EVERY = (
     "float8 of experts",
     "nf4",
@@ -122,6 +122,7 @@ EVERY = (
     "float8, one scale",
     "compressed by channel",
     "compressed by block",
+    "int4 of experts",
 )
 
 
@@ -132,7 +133,7 @@ def _lora_over(folder: str) -> Any:
 Rows = list[tuple[str, Layout]]  # a kind of folder, and the home of a model over it
 ALONE, CP, TP, PP = Layout(ranks=1), Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, pp=2)
 TABLES: dict[str, Rows] = {
-    "few": [*((case, CP) for case in FEW), ("float8, one scale", TP)],  # with rows that tp cuts
+    "few": [*((case, CP) for case in FEW), *((case, TP) for case in ("int4 by channel", "float8, one scale"))],
     "pp 2": [(case, PP) for case in FEW],
     "every": [(case, ALONE) for case in (*FEW, *EVERY)],
 }
@@ -163,7 +164,7 @@ def test_losses_and_gradients_are_those_over_dequantised_weights(tmp_path: Path,
         CASES[case][0](Path(folder))
     for equal, texts, refused in run_ranks(_compare, len(rows[0][1].ranks), folders, rows, timeout=250):
         assert equal == [True] * len(rows)
-        assert all(text.startswith(("bitsandbytes", "float8", "int8", "mxfp4")) for text in texts), texts
+        assert all(text.startswith(("bitsandbytes", "float8", "int4", "int8", "mxfp4")) for text in texts), texts
         says = "down_proj.weight: its rows have 96 numbers, which blocks of 64 do not divide on each of 2 tensor"
         assert table != "few" or says in refused
 

@@ -8,7 +8,7 @@ from longspan.errors import PlanError
 from longspan.model.presets import PRESETS
 from longspan.plan.form import FrozenWeights
 from longspan.plan.shape.packed import find_packed_form, packed_weights_of_model
-from longspan.plan.shape.quantization import NF4, NF4_FORM
+from longspan.plan.shape.quantization import INT4, NF4, NF4_FORM
 
 LLAMA_70B: dict[str, Any] = {"model_type": "llama", **PRESETS["llama-3.3-70b-instruct"].values}
 QWEN3_32B: dict[str, Any] = {"model_type": "qwen3", **PRESETS["qwen3-32b"].values}
@@ -54,7 +54,10 @@ def test_rows_that_blocks_do_not_divide_are_refused() -> None:
         packed_weights_of_model(DENSE | {"intermediate_size": 100}, "nf4")
     with pytest.raises(PlanError, match="of its attention its rows have 100 numbers"):
         packed_weights_of_model(DENSE | {"hidden_size": 100}, "nf4")
-    assert NF4.reason_against(192) == ""
+    assert NF4.reason_against(192) == INT4.reason_against(90) == INT4.reason_against(192, 2) == ""
+    assert INT4.reason_against(90, 2).startswith(
+        "its rows have 45 numbers, which blocks of 2 do not divide on each of 2"
+    )
     cut = NF4.reason_against(192, 2)
     assert cut.endswith(
         "have 96 numbers, which blocks of 64 do not divide on each of 2 tensor-parallel ranks; use tp 1"
@@ -68,6 +71,10 @@ def quantized(config: dict[str, Any], method: str, **settings: Any) -> dict[str,
 FLOAT8 = {"num_bits": 8, "type": "float"}
 BLOCKS = {"weights": FLOAT8 | {"strategy": "block", "block_structure": [128, 128]}}
 ROWS = {"weights": FLOAT8 | {"strategy": "channel"}}
+IN_GROUPS, INT4_BY_ROWS = (
+    {"format": "pack-quantized", "config_groups": {"": {"weights": {"num_bits": 4, "type": "int", "group_size": size}}}}
+    for size in (64, -1)
+)
 ATTENTION_IN_BLOCKS = {"targets": [r"re:.*\.self_attn\..*_proj"], **BLOCKS}
 # Bytes of rows of 128, 256 and 320 columns: of attention's products in and out, and of the MLP's.
 IN_BLOCKS = 768 * 132 + 128 * 264 + 640 * 132 + 128 * 332
@@ -81,6 +88,8 @@ BY_ROWS = 768 * 132 + 128 * 260 + 640 * 132 + 128 * 324
         (quantized(DENSE, "fp8", weight_block_size=None), BY_ROWS),
         (quantized(DENSE, "compressed-tensors", config_groups={"group_0": BLOCKS}), IN_BLOCKS),
         (quantized(DENSE, "compressed-tensors", config_groups={"group_0": {"weights": FLOAT8}}), BY_ROWS),
+        (quantized(DENSE, "compressed-tensors", **IN_GROUPS), (ATTENTION + MLP) * (0.5 + 4 / 64)),
+        (quantized(DENSE, "compressed-tensors", **INT4_BY_ROWS), 768 * 68 + 128 * 132 + 640 * 68 + 128 * 164),
         (quantized(DENSE, "bitsandbytes", load_in_8bit=True), BY_ROWS),
         (quantized(DENSE, "bitsandbytes", load_in_4bit=True), (ATTENTION + MLP) * 0.5625),
         (quantized(GPT_OSS, "mxfp4"), 8 * 3 * 128 * 96 * (0.5 + 1 / 32)),

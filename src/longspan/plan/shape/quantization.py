@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, cast
 from longspan.errors import ModelError
 
 _ADVICE = (
-    "use a folder in float8 (fp8 or compressed-tensors), in 4 or 8 bits of bitsandbytes or in MXFP4, or dequantize "
-    "this one: load it in transformers, call model.dequantize() and save it"
+    "use a folder in float8 (fp8 or compressed-tensors), in symmetric int4 of compressed-tensors (pack-quantized, by "
+    "group or channel), in 4 or 8 bits of bitsandbytes or in MXFP4, or dequantize this one: load it in transformers, "
+    "dequantize it (dequantize=True of its quantization configuration, or model.dequantize()), and save it"
 )
 
 
@@ -39,14 +40,17 @@ class PackedRows(NamedTuple):
         columns_of_part = columns // parts
         # A whole row of bytes may end with a shorter block; blocks of half bytes, and of a row that is cut, divide it.
         ends_with_any_block = self.number_bytes == 1 and parts == 1
-        if not self.block or ends_with_any_block or columns_of_part % self.block == 0:
+        # Codes of a row with one scale fill its bytes.
+        block = self.block or int(1 / self.number_bytes)
+        if ends_with_any_block or columns_of_part % block == 0:
             return ""
-        reason = f"its rows have {columns_of_part} numbers, which blocks of {self.block} do not divide"
+        reason = f"its rows have {columns_of_part} numbers, which blocks of {block} do not divide"
         return reason + (f" on each of {parts} tensor-parallel ranks; use tp 1" if parts > 1 else "")
 
 
 NF4 = PackedRows("nf4", 0.5, 64, 4)
 MXFP4 = PackedRows("mxfp4", 0.5, 32, 1)
+INT4 = PackedRows("int4", 0.5, 0, 4)
 INT8 = PackedRows("int8", 1, 0, 4)
 FLOAT8 = PackedRows("float8", 1, 0, 4)
 
@@ -101,6 +105,11 @@ class PackedForm:
     def name(self) -> str:
         """The form in one word."""
         return self.groups[0].rows.name
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """How many rows and columns (0: all) share a scale, in each group."""
+        return tuple((group.shared_rows, group.rows.block) for group in self.groups)
 
     def rows_of(self, modules: LayerModules) -> PackedRows | None:
         """Return how weights of these modules are packed; None if they stay whole."""
@@ -168,38 +177,75 @@ def _read_fine_grained_float8(settings: Mapping[str, Any]) -> PackedForm:
     return PackedForm("fp8", f"float8 {text} (fp8)", (group,))
 
 
+class _CompressedRows(NamedTuple):
+    """How weights of compressed-tensors of a type and number of bits are read, in files of a `format` ("": any)."""
+
+    rows: PackedRows
+    strategies: tuple[str, ...]
+    format: str = ""
+
+
+_COMPRESSED: dict[Any, _CompressedRows] = {
+    ("float", 8): _CompressedRows(FLOAT8, ("tensor", "channel", "block")),
+    ("int", 4): _CompressedRows(INT4, ("channel", "group"), "pack-quantized"),
+}
+# These orders of columns (actorder) leave none in the files; others have them as g_idx.
+_ORDERS_WITHOUT_INDICES = (None, False, "weight", "static")
+
+
 def _read_compressed_tensors(settings: Mapping[str, Any]) -> PackedForm:
-    """Defaults are those of compressed-tensors."""
+    config_groups: dict[str, dict[str, Any] | None] = settings.get("config_groups") or {}
     groups = list[StoredGroup]()
     texts = list[str]()
-    config_groups: dict[str, dict[str, Any] | None] = settings.get("config_groups") or {}
-    for group in config_groups.values():
-        weights: dict[str, Any] = (group or {}).get("weights") or {}
-        strategy = str(weights.get("strategy") or "tensor")
-        # A strategy has so many rows and columns of a block (0: all).
-        strategies: dict[str, Any] = {
-            "tensor": (0, 0),
-            "channel": (1, 0),
-            "block": tuple(weights.get("block_structure") or ()),
-        }
-        scheme = weights.get("type"), weights.get("num_bits"), bool(weights.get("symmetric", True))
-        block = strategies.get(strategy, ())
-        if scheme != ("float", 8, True) or len(block) != 2:
-            raise ModelError(
-                f"compressed-tensors weights of {scheme[1]} bits ({scheme[0]}, {'' if scheme[2] else 'not '}symmetric, "
-                f"{weights.get('strategy')}, {settings.get('format')}) are not read; {_ADVICE}"
-            )
-        targets = tuple(map(str, (group or {}).get("targets") or ()))
-        groups.append(StoredGroup(FLOAT8._replace(block=block[1]), block[0], targets))
-        texts.append(f"{block[0]} × {block[1]} blocks" if strategy == "block" else strategy)
+    for group_settings in config_groups.values():
+        group, text = _read_compressed_group(group_settings or {}, settings.get("format"))
+        groups.append(group)
+        texts.append(text)
     sparsity_config: dict[str, Any] = settings.get("sparsity_config") or {}
     sparsity = sparsity_config.get("format", "dense")
     if sparsity != "dense":
         raise ModelError(f"compressed-tensors weights of format {sparsity} are not read; {_ADVICE}")
     if not groups:
         raise ModelError(f"compressed-tensors weights without config_groups are not read; {_ADVICE}")
-    description = f"float8 by {' and '.join(dict.fromkeys(texts))} (compressed-tensors)"
-    return PackedForm("compressed float8", description, tuple(groups))
+    names = [*dict.fromkeys(group.rows.name for group in groups)]
+    if len(names) > 1:
+        raise ModelError(f"compressed-tensors weights in {' and '.join(names)} are not read together; {_ADVICE}")
+    description = f"{names[0]} by {' and '.join(dict.fromkeys(texts))} (compressed-tensors)"
+    return PackedForm(f"compressed {names[0]}", description, tuple(groups))
+
+
+def _read_compressed_group(settings: Mapping[str, Any], folder_format: Any) -> tuple[StoredGroup, str]:
+    """A group and what shares a scale in it, in words; defaults are those of compressed-tensors."""
+    weights: dict[str, Any] = settings.get("weights") or {}
+    size = weights.get("group_size") or 0
+    strategy = str(weights.get("strategy") or {0: "tensor", -1: "channel"}.get(size, "group"))
+    # A strategy has so many rows and columns of a block (0: all).
+    strategies: dict[str, Any] = {
+        "tensor": (0, 0),
+        "channel": (1, 0),
+        "group": (1, size),
+        "block": tuple(weights.get("block_structure") or ()),
+    }
+    block = strategies.get(strategy, ())
+    scheme = weights.get("type"), weights.get("num_bits")
+    symmetric = bool(weights.get("symmetric", True))
+    file_format = settings.get("format") or folder_format
+    order = weights.get("actorder")
+    has_indices = order not in _ORDERS_WITHOUT_INDICES
+    read = _COMPRESSED.get(scheme)
+    is_of_files = read is not None and strategy in read.strategies and read.format in ("", file_format)
+    if read is None or not is_of_files or not symmetric or has_indices or len(block) != 2:
+        raise ModelError(
+            f"compressed-tensors weights of {scheme[1]} bits ({scheme[0]}, {'' if symmetric else 'not '}symmetric, "
+            f"{strategy}, {file_format}{f', actorder {order}' if has_indices else ''}) are not read; {_ADVICE}"
+        )
+    # Codes of a group fill its bytes.
+    if strategy == "group" and (size <= 0 or size % 2):
+        raise ModelError(f"compressed-tensors weights in groups of {size} are not read; {_ADVICE}")
+    targets = tuple(map(str, settings.get("targets") or ()))
+    words = {"group": f"groups of {size}", "block": f"{' × '.join(map(str, block))} blocks"}
+    group = StoredGroup(read.rows._replace(block=block[1]), block[0], targets)
+    return group, words.get(strategy, strategy)
 
 
 def _read_bitsandbytes(settings: Mapping[str, Any]) -> PackedForm:

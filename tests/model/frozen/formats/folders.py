@@ -141,23 +141,61 @@ def _read_compressed(folder: Path, dtype: torch.dtype) -> Weights:
     config: Any = transformers.AutoConfig.from_pretrained(folder)
     # transformers 5.17 rounds scales to the dtype that is asked for, before they multiply weights
     if transformers_before("5.24"):
-        return {name: x.to(dtype) for name, x in _decompressed(folder, config.quantization_config).items()}
+        return _read_decompressed(folder, dtype)
     config.quantization_config["dequantize"] = True
     return dict(AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).state_dict())
 
 
-def _decompressed(folder: Path, settings: dict[str, Any]) -> Weights:
+def _read_decompressed(folder: Path, dtype: torch.dtype) -> Weights:
+    """What compressed-tensors decompresses, as a folder of whole weights."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    config = QuantizationConfig.model_validate(settings)
+    model_config: Any = transformers.AutoConfig.from_pretrained(folder)
+    config = QuantizationConfig.model_validate(model_config.quantization_config)
+    del model_config.quantization_config
     compressor: Any = BaseCompressor.get_value_from_registry(config.format)
-    stored = load_file(folder / "model.safetensors")
-    weights = {name: x for name, x in stored.items() if not name.endswith(".weight_scale")}
-    for name in weights.keys() & {name.removesuffix("_scale") for name in stored.keys() - weights.keys()}:
-        tensors = {"weight": stored[name], "weight_scale": stored[f"{name}_scale"]}
+    weights = load_file(folder / "model.safetensors")
+    for name in [name.removesuffix("_scale") for name in weights if name.endswith(".weight_scale")]:
+        ends = [end for end in ("", "_packed", "_scale", "_shape") if f"{name}{end}" in weights]
+        tensors = {f"weight{end}": weights.pop(f"{name}{end}") for end in ends}
         weights[name] = compressor.decompress(tensors, config.config_groups["group_0"])["weight"]
-    return weights
+    whole = folder.with_name(f"{folder.name}, whole")
+    model_config.save_pretrained(whole)
+    save_file({name: x.contiguous() for name, x in weights.items()}, whole / "model.safetensors")
+    return dict(AutoModelForCausalLM.from_pretrained(whole, dtype=dtype).state_dict())
+
+
+# ---- int4 of compressed-tensors
+
+
+def _int4(
+    kind: str = "Qwen3Config", sizes: dict[str, Any] | None = None, *, scale_dtype: torch.dtype, **arguments: Any
+) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+
+        weights = _stock(folder, kind, **(sizes or {}))
+        args = QuantizationArgs(num_bits=4, type="int", symmetric=True, **arguments)
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        config = QuantizationConfig(
+            config_groups={"group_0": scheme},
+            ignore=["lm_head"],
+            format="pack-quantized",
+            quantization_status="compressed",
+        )
+        compressor: Any = BaseCompressor.get_value_from_registry(config.format)
+        for name in [name for name in weights if _is_linear(name)]:
+            weight = weights.pop(name)
+            groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
+            tensors = {"weight": weight, "weight_scale": (groups.abs().amax(-1) / 7.5).to(scale_dtype)}
+            compressed = compressor.compress(tensors, scheme)
+            weights |= {name.replace("weight", key): x for key, x in compressed.items()}
+        _write(folder, weights, **config.model_dump(mode="json"))
+
+    return write
 
 
 # ---- MXFP4 of gpt-oss
@@ -222,6 +260,21 @@ CASES: dict[str, Case] = {
         _compressed("block", torch.float32, block_structure=[64, 64]),
         _read_compressed,
         "float8 by 64 × 64 blocks (compressed-tensors)",
+    ),
+    "int4 by group": (
+        _int4(scale_dtype=torch.bfloat16, strategy="group", group_size=32, actorder="weight"),
+        _read_decompressed,
+        "int4 by groups of 32 (compressed-tensors)",
+    ),
+    "int4 by channel": (
+        _int4(sizes={"intermediate_size": 180}, scale_dtype=torch.float32, strategy="channel"),
+        _read_decompressed,
+        "int4 by channel (compressed-tensors)",
+    ),
+    "int4 of experts": (
+        _int4("Qwen3MoeConfig", MOE, scale_dtype=torch.float16, strategy="group", group_size=64),
+        _read_decompressed,
+        "int4 by groups of 64 (compressed-tensors)",
     ),
     "mxfp4": (_mxfp4, _read_mxfp4, "experts in 4 bits (mxfp4)"),
 }

@@ -61,7 +61,7 @@ def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) 
     tensors = load_file(folder / "model.safetensors")
     exact = load_model(folder, dtype="float32", quantized=True).state_dict()
     packed = {name: x for name, x in stored.join_weights(tensors).items() if isinstance(x, StoredWeight)}
-    assert len(packed) == (4 if case == "mxfp4" else 32 if case == "float8 of experts" else 14)
+    assert len(packed) == (4 if case == "mxfp4" else 32 if case.endswith("of experts") else 14)
     for name, weight in packed.items():
         *others, rows, columns = weight.shape
         whole = weight.read()
@@ -70,9 +70,12 @@ def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) 
         assert whole.shape == (*others, rows, row_bytes) and row_bytes == form.groups[0].rows.row_bytes(columns)
         parts = [weight.read(slice(start, stop)) for start, stop in ((0, 1), (1, 3), (3, 10**6))]
         assert torch.equal(torch.cat(parts), whole)
+        row = torch.empty((1, columns))
+        weight.format.unpack(whole.flatten(0, -2)[1:2], row)
         matrices = torch.empty(weight.shape)
         for matrix, out in zip(whole.view(-1, *whole.shape[-2:]), matrices.view(-1, rows, columns), strict=True):
             weight.format.unpack(matrix, out)
+        assert torch.equal(row, matrices.view(-1, columns)[1:2])
         if name in exact:
             assert torch.equal(matrices.mT if weight.format.transposed else matrices, exact[name])
 
@@ -84,7 +87,7 @@ def test_a_sharded_model_reads_packed_rows_by_its_own_names(folders: Path, case:
     exact = load_model(_folder(folders, case), quantized=True).state_dict()
     source: Any = find_deferred_weights(model).source
     formats = source.packed_formats()
-    count = {"mxfp4": 4, "float8 of experts": 12}.get(case, 14)
+    count = {"mxfp4": 4, "float8 of experts": 12, "int4 of experts": 12}.get(case, 14)
     assert len(formats) == count
     parts, columns_of = dict[str, LocalPart](), dict[str, int]()
     for name, packed in formats.items():
@@ -108,6 +111,7 @@ Damage = Callable[[dict[str, torch.Tensor]], object]
 SCALE = f"{GATE}_scale_inv"
 NAN = torch.tensor(float("nan"))
 BLOCKS = "model.layers.0.mlp.experts.down_proj"
+DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
 def _set(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
@@ -159,6 +163,49 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         "compressed by channel",
         _set(f"{GATE}_scale", lambda x: x[:7]),
         r"weight_scale is \(7, 1\) in the files, and \(192, 1\) is expected",
+    ),
+    "no packed codes": ("int4 by group", lambda t: t.pop(f"{GATE}_packed"), f"{GATE} lacks {GATE}_packed, and has "),
+    "no scales of int4": ("int4 by group", lambda t: t.pop(f"{GATE}_scale"), f"{GATE} lacks {GATE}_scale"),
+    "no shape": ("int4 by group", lambda t: t.pop(f"{GATE}_shape"), f"{GATE} lacks {GATE}_shape"),
+    "a shape of another weight": (
+        "int4 by group",
+        _set(f"{GATE}_shape", lambda x: x * 2),
+        rf"{GATE}_packed is \(192, 16\) in the files, and \(384, 32\) is expected",
+    ),
+    "codes of another type": (
+        "int4 by group",
+        _set(f"{GATE}_packed", lambda x: x.view(torch.uint8)),
+        f"{GATE}_packed is U8 in the files, and I32 is expected",
+    ),
+    "scales of other groups": (
+        "int4 by group",
+        _set(f"{GATE}_scale", lambda x: x[:, 1:]),
+        rf"{GATE}_scale is \(192, 3\) in the files, and \(192, 4\) is expected of a weight of \(192, 128\)",
+    ),
+    "rows that groups do not divide": (
+        "int4 by group",
+        _set(f"{DOWN}_shape", lambda x: x - torch.tensor([0, 4])),
+        f"{DOWN} of 128 × 188 in int4 is not read: its rows have 188 numbers, which blocks of 32 do not divide",
+    ),
+    "a group's scale that is no number": (
+        "int4 by group",
+        _set(f"{GATE}_scale", lambda x: x.index_fill(0, torch.tensor([1]), float("inf"))),
+        rf"4 of 768 scales of {GATE} are not finite",
+    ),
+    "whole beside packed": (
+        "int4 by group",
+        _second(f"{GATE}_scale", GATE),
+        f"the files hold {GATE} and {GATE}_packed",
+    ),
+    "zero points": (
+        "int4 by group",
+        _second(f"{GATE}_packed", f"{GATE}_zero_point"),
+        rf"hold 1 tensor that a Qwen3ForCausalLM of its config.json does not take: {GATE}_zero_point",
+    ),
+    "an order of columns": (
+        "int4 by group",
+        _second(f"{GATE}_shape", f"{GATE}_g_idx"),
+        rf"hold 1 tensor that a Qwen3ForCausalLM of its config.json does not take: {GATE}_g_idx",
     ),
     "no maxima": ("int8", lambda t: t.pop(GATE.replace("weight", "SCB")), f"{GATE} lacks .*SCB"),
     "maxima of other rows": (
@@ -238,17 +285,44 @@ def test_damaged_folders(folders: Path, tmp_path: Path, case: str) -> None:
         load_model(folder, quantized=True)
 
 
+def _int_settings(**changes: Any) -> dict[str, Any]:
+    """Settings of pack-quantized, with `format` of the folder and others of weights changed."""
+    file_format = changes.pop("format", "pack-quantized")
+    weights = {"type": "int", "num_bits": 4, "symmetric": True, "group_size": 32} | changes
+    return {"quant_method": "compressed-tensors", "format": file_format, "config_groups": {"0": {"weights": weights}}}
+
+
 METHODS: dict[str, tuple[dict[str, Any], str]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4}, "weights of gptq are not read; use a folder in float8"),
     "awq": ({"quant_method": "awq", "bits": 4}, "weights of awq are not read; .* or dequantize this one"),
     "a method without a name": ({"bits": 4}, "weights of None are not read"),
-    "4 bits of compressed-tensors": (
+    **{
+        case: (_int_settings(**changes), rf"compressed-tensors weights of {says} are not read; use a folder in float8")
+        for case, changes, says in (
+            ("int4, one scale", {"group_size": None}, r"4 bits \(int, symmetric, tensor, pack-quantized\)"),
+            ("zero points", {"symmetric": False}, r"4 bits \(int, not symmetric, group, pack-quantized\)"),
+            ("g_idx", {"actorder": "group"}, r"4 bits \(int, symmetric, group, pack-quantized, actorder group\)"),
+            ("g_idx by a flag", {"actorder": True}, r"4 bits \(.*, pack-quantized, actorder True\)"),
+            ("3 bits", {"num_bits": 3}, r"3 bits \(int, symmetric, group, pack-quantized\)"),
+            ("8 bits", {"num_bits": 8}, r"8 bits \(int, symmetric, group, pack-quantized\)"),
+            ("float4", {"type": "float"}, r"4 bits \(float, symmetric, group, pack-quantized\)"),
+            ("int4 in bytes", {"format": "int-quantized"}, r"4 bits \(int, symmetric, group, int-quantized\)"),
+        )
+    },
+    "odd groups": (_int_settings(group_size=31), "compressed-tensors weights in groups of 31 are not read"),
+    "groups of nothing": (
+        _int_settings(strategy="group", group_size=-1),
+        "compressed-tensors weights in groups of -1 are not read",
+    ),
+    "float8 beside int4": (
         {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, "symmetric": True}}},
+            "config_groups": {
+                "0": {"weights": {"type": "float", "num_bits": 8}},
+                "1": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}, "format": "pack-quantized"},
+            },
         },
-        r"compressed-tensors weights of 4 bits \(int, symmetric, None, pack-quantized\) are not read",
+        "compressed-tensors weights in float8 and int4 are not read together",
     ),
     "sparse": (
         {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},

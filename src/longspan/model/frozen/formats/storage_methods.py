@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from longspan.model.frozen.formats.float8 import store_compressed_float8, store_fine_grained_float8
 from longspan.model.frozen.formats.four_bit import store_four_bit
+from longspan.model.frozen.formats.int4 import store_compressed_int4
 from longspan.model.frozen.formats.int8 import store_int8
 from longspan.model.frozen.formats.mxfp4 import store_mxfp4
 from longspan.model.frozen.formats.stored_weight import StorageMethod
@@ -15,6 +16,7 @@ from longspan.plan.shape.quantization import PackedForm, find_quantization_setti
 FORMATS: dict[str, Callable[[PackedForm], StorageMethod]] = {
     "fp8": store_fine_grained_float8,
     "compressed float8": store_compressed_float8,
+    "compressed int4": store_compressed_int4,
     "bitsandbytes int8": store_int8,
     "bitsandbytes 4 bits": store_four_bit,
     "mxfp4": store_mxfp4,

@@ -90,6 +90,7 @@ _NAMES = {
     torch.float8_e8m0fnu: "F8_E8M0",
     torch.uint8: "U8",
     torch.int8: "I8",
+    torch.int32: "I32",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -106,6 +107,36 @@ def checked_tensor(name: str, tensors: Tensors, *dtypes: str, shape: tuple[int, 
     if wrong:
         raise ModelError(f"{name} is {wrong} is expected; the folder is damaged")
     return tensor
+
+
+def shared_scales(
+    name: str, scales: Any, shape: tuple[int, ...], blocks: tuple[tuple[int, int], ...]
+) -> tuple[int, Callable[[slice], Tensor]]:
+    """Return how many columns (0: all) of a weight of this shape share a scale, and what reads the scales of rows.
+
+    `blocks` lists how many rows and columns may share one (0: all). Raises ModelError for scales of another shape.
+    """
+    *others, rows, columns = shape
+    grid = tensor_shape(scales) if tensor_shape(scales) not in ((), (1,)) else (1, 1)
+    # the shapes of scales that are expected, each with the rows and columns (0: all) that share one
+    grids: dict[tuple[int, ...], tuple[int, int]] = {
+        (*others, -(-rows // (m or rows)), -(-columns // (n or columns))): (m or rows, n) for m, n in blocks
+    }
+    if grid not in grids:
+        raise ModelError(
+            f"{name} is {tensor_shape(scales)} in the files, and {' or '.join(map(str, grids))} is expected of "
+            f"a weight of {shape} by quantization_config in config.json: scales of another form beside these are not "
+            "read (transformers reads the folder, and save_pretrained writes it whole), or the folder is damaged"
+        )
+    block_rows, block_columns = grids[grid]
+
+    def read(part: slice) -> Tensor:
+        values = scales[...]
+        if values.dtype == torch.uint8:  # exponents, as MXFP8 has them
+            values = values.view(torch.float8_e8m0fnu)
+        return values.float().reshape(grid).repeat_interleave(block_rows, -2)[..., :rows, :][part]
+
+    return block_columns, read
 
 
 # Scales of activations and of caches, which say nothing of the weights.
