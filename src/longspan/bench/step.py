@@ -141,7 +141,8 @@ def parse_step_flags(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
 
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
-CPU_ROWS = 256  # of a slot
+# A slot has so many rows.
+CPU_ROWS = 256
 
 
 class TimedLengths(NamedTuple):
@@ -185,10 +186,12 @@ class StepSettings:
     command: str
     configuration: PreTrainedConfig
     lengths: tuple[int, ...]
-    sequences: tuple[int, ...]  # one at a time, in place of the lengths together
+    # Sequences run one at a time, in place of the lengths together.
+    sequences: tuple[int, ...]
     source: str
     cost: Cost
-    peak_tflops: float  # of a device; 0: unknown
+    # A device reaches so many; 0: unknown.
+    peak_tflops: float
 
     @property
     def home(self) -> Layout:
@@ -302,9 +305,8 @@ def make_settings(
 
 
 def _share_degree(config: RunConfig, packed: RunConfig) -> RunConfig:
-    """Return the configuration with the partition of `packed`, which is resolved for packed documents, and its degree
-    and type where they are open: planners of one degree share them.
-    """
+    """`packed` is resolved for packed documents: planners of one degree share its partition, and its degree and type
+    where they are open."""
     context = replace(config.context, partition=packed.context.partition)
     if config.context.partition == AUTO:
         context = replace(context, cp_comm_type=packed.context.cp_comm_type)
@@ -314,10 +316,7 @@ def _share_degree(config: RunConfig, packed: RunConfig) -> RunConfig:
 
 
 def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
-    """Return the planners to time: those of --planners, else that of CONFIG.toml, else PLANNERS; () for "none".
-
-    Raises ConfigError for a name that is neither one of PLANNERS nor dotted.
-    """
+    """Those of --planners, else that of CONFIG.toml, else PLANNERS; () for "none"."""
     names = ", ".join(PLANNERS)
     named = config.context.planner if flags.config else AUTO
     default = tuple(PLANNERS) if named in (NOT_GIVEN, AUTO) else (named,)
@@ -331,9 +330,6 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
 
 
 def _read_timed_configuration(flags: StepFlags, config: RunConfig, longest: int) -> PreTrainedConfig:
-    """Return the model's configuration, with the layers of --layers and positions for the longest document. Raises
-    ConfigError for --layers beside weights.
-    """
     configuration = read_model_configuration(config, config.data.vocab_size)
     if flags.layers:
         if config.model.path:
@@ -350,11 +346,9 @@ def _set_limits(
     *,
     gpu: bool,
 ) -> RunConfig:
-    """Return the configuration with a cap of rows and a degree where flags give none. Documents listed by length are
-    few and get no cap (0). Others may be many, and are packed into micro-batches of at most DEFAULT_ROWS rows on a
-    slot, or CPU_ROWS; more where the longest needs more on all slots. Sequences that are timed one by one get all
-    slots; any other degree stays open (0).
-    """
+    """Documents listed by length are few and get no cap (0). Others may be many, and are packed into micro-batches
+    of at most DEFAULT_ROWS rows on a slot, or CPU_ROWS; more where the longest needs more on all slots. Sequences
+    that are timed one by one get all slots; any other degree stays open (0)."""
     context = config.context
     if context.max_tokens_per_slot == NOT_GIVEN:
         least = ceil(max(documents.lengths) / home.slots)
@@ -367,11 +361,8 @@ def _set_limits(
 
 
 def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
-    """Return the configuration with learning rate 0, for documents of up to `longest` tokens and without evaluations.
-
-    It is checked under each planner first, with the rate that it gives or else 1, as a run must have one. Raises
-    ConfigError or LayoutError.
-    """
+    """The learning rate is 0. The configuration is checked under each planner first, with the rate that it gives or
+    else 1, as a run must have one."""
     data = replace(config.data, max_document_tokens=longest)
     evaluation = replace(config.evaluation, documents=0)
     optimizer = replace(config.optimizer, lr=config.optimizer.lr if config.optimizer.lr != NOT_GIVEN else 1.0)
@@ -382,7 +373,8 @@ def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Se
 
 
 Cases = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # names of rows, and what measures each
-Peers = Callable[[StepSettings, World], Cases]  # of the repository: bench/training/step_peers.py
+# The repository has such: bench/training/step_peers.py.
+Peers = Callable[[StepSettings, World], Cases]
 
 
 def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None = None) -> dict[str, Any]:
@@ -414,7 +406,7 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
 
 
 def _planner_cases(settings: StepSettings, world: World) -> Cases:
-    """Yield a case for each planner and batch, all over one model, whose memory is free once the last is measured."""
+    """A model's memory is free once the last case is measured."""
     if settings.planners:
         training = make_training(settings, world)
         for batch in settings.batches():
@@ -461,7 +453,7 @@ def make_training(settings: StepSettings, world: World) -> Training:
 
 
 def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Facts) -> Resolved:
-    """Resolve for the first planner, whose rows and mode all have, and choose memory that suits all planners."""
+    """The first planner's rows and mode are those of all, and memory suits all planners."""
     config = with_kept_rows(config, len(facts.home.ranks))
     resolved = resolve(config.with_keys("context", planner=planners[0]), facts)
     if resolved.memory is None or len(planners) == 1:
@@ -475,7 +467,6 @@ def _resolve_for_planners(planners: Sequence[str], config: RunConfig, facts: Fac
 
 
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:
-    """Time steps of synthetic documents under a planner, and return their row of the record."""
     training = replace(training, config=training.config.with_keys("context", planner=planner))
     started = time.perf_counter()
     plan = training.training_choice.plan(settings.lengths, settings.home)
@@ -588,7 +579,6 @@ def record_text(record: dict[str, Any]) -> str:
 
 
 def _title_text(record: dict[str, Any]) -> str:
-    """Say which steps were timed: of what model, on how many ranks, over which documents, under which keys."""
     shape = record["shape"]
     keys = record["configuration"]
     context = keys["context"]
@@ -611,7 +601,7 @@ def _title_text(record: dict[str, Any]) -> str:
 
 
 def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
-    """Return the cells of a row under `_NAMES`; a peer, which has no plan, lacks what is predicted."""
+    """A peer, which has no plan, lacks what is predicted."""
     planned = "predicted_seconds" in row
     return (
         row["name"],

@@ -216,7 +216,8 @@ class CaseRun:
             heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
             packed = {"lengths": self.documents.lengths, "targets": self.documents.targets} if case.encoder else {}
             plan = plan_case(case, self.task.home, heads=heads, node_size=self.world.node_size, **packed)
-            with self.mode():  # it tries rows
+            # The check tries rows, in this mode.
+            with self.mode():
                 check_step_arguments(self.model, plan, self.documents, self.world, backward=not case.evaluation)
             if case.router_losses:  # raises for a model whose routers have no losses
                 make_router_statistics(self.model, self.world, plan.tokens, ROUTER)

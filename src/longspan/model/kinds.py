@@ -115,8 +115,9 @@ def attends_to_chosen_keys(module: nn.Module) -> bool:
 
 # ---- modules that make keys of windows of rows, "entries", and those that choose among them (`seams/entries.py`)
 
-_WINDOW_CALLS = {"store_compression_weights", "update_compressor_states"}  # of a cache: rows in, entries out
-_OVERLAP_CALL = "update_overlap_state"  # of a cache: rows of the window before the first one
+# These calls of a cache take rows and give entries, or the rows of the window before the first one.
+_WINDOW_CALLS = {"store_compression_weights", "update_compressor_states"}
+_OVERLAP_CALL = "update_overlap_state"
 _IN_COMPRESSORS = frozenset({
     *_WINDOW_CALLS,
     _OVERLAP_CALL,

@@ -18,7 +18,8 @@ from longspan.resolve.planner_config import plan_row_multiple
 from longspan.resolve.resolved import Resolved, resolve, set_evaluation_rows
 from longspan.resolve.ways import Way
 
-FILE = "max_tokens_per_slot.json"  # in the run's folder
+# The file is in the run's folder.
+FILE = "max_tokens_per_slot.json"
 # Keys on which the rows of a slot depend, besides those of whole sections.
 _SECTIONS = ("model", "parallel", "context", "lora", "mtp", "encoder")
 _TRAIN_KEYS = {*MEMORY_KEYS, *FORM_KEYS.values()} - {"train.compile"}
@@ -66,7 +67,6 @@ def with_kept_rows(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def _read_slot_rows(file: Path) -> SlotRows:
-    """Read rows of a slot from the file of a run. Raises ConfigError for a damaged file, OSError without one."""
     try:
         slot_rows = SlotRows(**read_json(file))
         numbers = slot_rows.rows, slot_rows.planned, slot_rows.ranks

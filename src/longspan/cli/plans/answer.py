@@ -51,7 +51,8 @@ from longspan.resolve.ways import (
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 
 PRICED = 64  # steps of a run whose seconds count where all plans have one degree, and are made fast
-LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
+# This is a key of dynamic plans.
+LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"
 HIGHEST_DEGREE = "context.max_dynamic_context_parallel_size"
 SHOWN = (
     "train",
@@ -148,7 +149,7 @@ class Answer:
 
 
 def _largest_parts(fit: Fit) -> dict[str, int]:
-    """Return the bytes of each part of a GPU's memory where it is largest, over all moments and stages."""
+    """Where a part is largest, over all moments and stages."""
     memory = planned_memory(fit)
     needs = fit.way.memory_needs(fit.plans)
     places = needs.with_settings(needs.places[0].settings.with_form(memory)).places
@@ -198,7 +199,7 @@ def way_figures(fit: Fit) -> dict[str, Any]:
 
 
 def _frozen_form(fit: Fit) -> str:
-    """Return how the frozen weights of an adapter's run lie: in which dtype, or packed how; "" for other runs."""
+    """The text says in which dtype, or packed how; "" for other runs."""
     config = fit.way.config
     if not config.lora.rank:
         return ""
@@ -207,7 +208,7 @@ def _frozen_form(fit: Fit) -> str:
 
 
 def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Count the groups of each degree in plans, and the share of all tokens that is in them; degrees rise."""
+    """Degrees rise."""
     groups = Counter[int]()
     tokens = Counter[int]()
     for row in (row for plan in plans for row in group_counts(plan)):
@@ -271,7 +272,6 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
 
 
 def _print_plan(flags: GpuFlags, run: GpuRun) -> int:
-    """Print the plan of the step that flags name as JSON; where it does not fit, standard error says so."""
     lengths, title = read_step(flags, run)
     facts = run.facts_of_step(lengths)
     best = _resolve_ways(run.config, facts, run.given)[1].best
@@ -284,7 +284,6 @@ def _print_plan(flags: GpuFlags, run: GpuRun) -> int:
 
 
 def _shown_plan(fit: Fit) -> Plan:
-    """Return the plan of the first step, priced under the measures of memory that were chosen."""
     home = fit.way.facts.home
     return fit.plans[0].reprice(fit.way.cost(fit.memory).shared_by(home.tp))
 
@@ -358,7 +357,8 @@ def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool)
     with `as_json` the answer says so, and 0 is returned.
     """
     check_config(config, ranks)
-    if not prints_results():  # of torchrun's ranks the first answers for all
+    # Of torchrun's ranks the first answers for all.
+    if not prints_results():
         return 0
     check_paths_exist(config)
     run = GpuRun.with_model(config, choose_gpus(config, ranks, on_gpus=on_gpus))
@@ -366,8 +366,6 @@ def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool)
 
 
 def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
-    """Answer for a run over its data; `estimate` as of `open_planned_documents`."""
-
     with open_documents(run, estimate=estimate) as (run_of_data, facts, title):
         return _with_nf4(answer_by_steps(title, run_of_data, facts), facts)
 
@@ -462,7 +460,8 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
         notes += [*best.notes, *family_notes(run.config, best)]
     else:
         larger = _fit_more_gpus(run, facts)
-    with suppress(PlanError):  # of a model without a tower whose work is known
+    # A model may have no tower whose work is known.
+    with suppress(PlanError):
         if not facts.image_rows and EncoderShape.of(facts.model):
             notes.append("the model has a tower for images, which is not in these seconds (docs/planning.md)")
     chosen = choose_position_scaling(chosen, facts.model, longest)
@@ -482,9 +481,7 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
 
 
 def _resolve_ways(config: RunConfig, facts: Facts, given: BindingKeys) -> tuple[RunConfig, Ranking, Reasons]:
-    """Resolve, and return the configuration with the ways that were compared, and the reasons; where nothing fits it is
-    that of the leanest way. Raises PlanError also for a model whose bytes cannot be counted.
-    """
+    """Where nothing fits the configuration is that of the leanest way."""
     try:
         resolved = resolve(config, facts, given)
     except NothingFitsError as error:
@@ -495,9 +492,7 @@ def _resolve_ways(config: RunConfig, facts: Facts, given: BindingKeys) -> tuple[
 
 
 def _with_nf4(answer: Answer, facts: Facts) -> Answer:
-    """Return the answer with the best way for frozen weights in 4 bits, where an adapter's run leaves open how they
-    lie.
-    """
+    """In 4 bits only where an adapter's run leaves open how frozen weights lie."""
     run = answer.run
     if not _leaves_frozen_open(run):
         return answer
@@ -516,7 +511,7 @@ def _leaves_frozen_open(run: GpuRun) -> bool:
 
 
 def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
-    """Find the longest document that fits with the frozen weights of an adapter's run in 4 bits; 0 for other runs."""
+    """0 for runs without an adapter."""
     config = run.config
     if not config.lora.rank or find_packed_form(run.model, config.model.frozen):
         return 0
@@ -527,10 +522,8 @@ def _find_longest_in_nf4(run: GpuRun, facts: Facts) -> int:
 
 
 def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
-    """Return the run on the fewest GPUs that hold these steps, of 2, 4, 8 … 1,024 times as many, with the keys of its
-    best way there; None where no number holds them. Of each number the leanest layout (all slots, fewest rows) is tried
-    first, and the ways are only compared where that fits.
-    """
+    """The fewest of 2, 4, 8 … 1,024 times as many GPUs; None where no number holds the steps. Of each number the
+    leanest layout (all slots, fewest rows) is tried first, and the ways are only compared where that fits."""
     open_planner = replace(run.given, planner=True)
     for count in (run.gpus.count << doublings for doublings in range(1, 11)):
         with suppress(LongspanError):  # degrees that do not suit this number
@@ -543,10 +536,8 @@ def _fit_more_gpus(run: GpuRun, facts: Facts) -> GpuRun | None:
 
 
 def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: bool = False) -> int:
-    """Print an answer, and write its keys to the file `write` where it fits; returns the exit code.
-
-    Raises PlanError for what does not fit; with `as_json` the record says so, and the code is 2 only for a comparison.
-    """
+    """Returns the exit code. With `as_json` the record says what does not fit, and the code is 2 only for a
+    comparison."""
     fits = answer.seconds is not None
     if as_json:
         print(json.dumps(answer.to_json(), ensure_ascii=False))
@@ -560,7 +551,6 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
 
 
 def _answer_lines(answer: Answer) -> Iterator[str]:
-    """Yield the lines of an answer that fits: memory, time, the ways compared, the bytes by part, and the keys."""
     best = answer.ways[0]
     figures = way_figures(best)
     budget = answer.run.budget
@@ -604,7 +594,6 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
 
 
 def _frozen_line(answer: Answer) -> str:
-    """Say how frozen weights lie, by which key, and what they would be in 4 bits."""
     best = answer.ways[0]
     form = _frozen_form(best)
     model = best.way.config.model
@@ -617,8 +606,9 @@ def _frozen_line(answer: Answer) -> str:
 
 
 def _ways_table(answer: Answer) -> str:
-    """Return the table of the ways that were compared, the best first, also of those that do not fit."""
-    has_ep_column = len({way.layout[2] for way in answer.compared}) > 1  # of planner, degree and ep
+    """The best first, also of those that do not fit."""
+    # A layout is of planner, degree and ep.
+    has_ep_column = len({way.layout[2] for way in answer.compared}) > 1
     names = [
         *(["frozen"] if answer.nf4 else []),
         "layout",
@@ -656,7 +646,6 @@ def _ways_table(answer: Answer) -> str:
 
 
 def _refusal_line(answer: Answer) -> str:
-    """Say what the leanest way needs, on how many GPUs it fits and with which keys, and what would fit on these."""
     memory = planned_memory(answer.ways[0])
     budget = answer.run.budget
     larger = answer.larger
@@ -690,7 +679,6 @@ def _refusal_line(answer: Answer) -> str:
 
 
 def _nf4_outcome(fit: Fit) -> str:
-    """Say whether a run that does not fit over whole frozen weights fits over those in 4 bits, and what it takes."""
     if fit.seconds is None:
         return "; nor does it fit with --model.frozen nf4"
     memory = planned_memory(fit)
@@ -701,13 +689,11 @@ def _nf4_outcome(fit: Fit) -> str:
 
 
 def _exceeds_source(config: RunConfig) -> bool:
-    """Return whether parameters take more bytes than in the model's own folder."""
     published = source_dtype(config.model)
     return published in DTYPE_BYTES and DTYPE_BYTES[config.model.dtype] > DTYPE_BYTES[published]
 
 
 def _key_lines(answer: Answer) -> Iterator[str]:
-    """Yield the lines of a configuration file with the keys of an answer."""
     config = answer.config
     given_keys = answer.run.given_keys
     named = {name for name in given_keys if name.partition(".")[0] in ("model", "data", "run")}

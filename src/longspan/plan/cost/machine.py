@@ -22,7 +22,8 @@ from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape, has_name, peak_tflops
 from longspan.plan.shape.packed import PackedWeights, packed_weights_of_model
 
-VERSION = 2  # of the file
+# The version is that of the file.
+VERSION = 2
 
 
 class DataSheet(NamedTuple):
@@ -50,12 +51,12 @@ KNOWN: dict[str, DataSheet | None] = {
     "A100-80": DataSheet(2.039, 80, 120e9, 20e9),
     "H100": DataSheet(3.35, 80, 180e9, 40e9),
     "B200": DataSheet(8.0, 180, 360e9, 40e9),
-    "B300": DataSheet(8.0, 268, 360e9, 80e9),  # of 288 GB
-    "GH200": DataSheet(4.0, 96, 180e9, 40e9, host=390e9, node_size=1),  # of 96 GB; NVLink-C2C to its host, 450 GB/s
-    "L40S": DataSheet(0.864, 45, 12.8e9, 10e9, host=27.5e9),  # of 48 GB; PCIe 4, 32 GB/s each way
-    "L4": DataSheet(0.300, 22, 12.8e9, 10e9, host=27.5e9),  # of 24 GB; PCIe 4
-    "A10": DataSheet(0.600, 22, 12.8e9, 10e9, host=27.5e9),  # of 24 GB; PCIe 4
-    "RTX-A6000": DataSheet(0.768, 47, 12.8e9, 10e9, host=27.5e9),  # of 48 GB; PCIe 4, without bridges
+    "B300": DataSheet(8.0, 268, 360e9, 80e9),  # 288 GB
+    "GH200": DataSheet(4.0, 96, 180e9, 40e9, host=390e9, node_size=1),  # 96 GB; NVLink-C2C to its host, 450 GB/s
+    "L40S": DataSheet(0.864, 45, 12.8e9, 10e9, host=27.5e9),  # 48 GB; PCIe 4, 32 GB/s each way
+    "L4": DataSheet(0.300, 22, 12.8e9, 10e9, host=27.5e9),  # 24 GB; PCIe 4
+    "A10": DataSheet(0.600, 22, 12.8e9, 10e9, host=27.5e9),  # 24 GB; PCIe 4
+    "RTX-A6000": DataSheet(0.768, 47, 12.8e9, 10e9, host=27.5e9),  # 48 GB; PCIe 4, without bridges
     "RTX-3090": DataSheet(0.936, 24, 12.8e9, 10e9, host=27.5e9),  # PCIe 4, without bridges
     "RTX-4090": DataSheet(1.008, 24, 12.8e9, 10e9, host=27.5e9),  # PCIe 4
     "RTX-5090": DataSheet(1.792, 32, 25.6e9, 10e9),
@@ -65,21 +66,25 @@ WITHOUT_BFLOAT16 = ("T4", "V100", "RTX-2080-Ti")  # GPUs before Ampere
 # Bytes of memory that layers read and write besides their products, of H200s (bench/records/predictions.md):
 LAYER_BYTES = 520  # norms, gates, sums, for each row and number of its width
 COMPILED_SHARE = 0.73
-LOGIT_BYTES = 34  # of the loss, for each row and logit
+# The loss reads and writes these for each row and logit.
+LOGIT_BYTES = 34
 MERGE_BYTES = 44  # a ring's step adds to its output, for each row and number
 GATHER_BYTES = 32  # a gather lays out rows
 CHANNEL_BYTES = 160  # a state-space layer's convolution, norms and gates, for each row and channel
 WEIGHT_COPY_BYTES = 2.2  # FSDP2's copies of a weight
-UPDATE_BYTES = 11.2  # of the optimizer
+# The optimizer reads and writes these for each weight.
+UPDATE_BYTES = 11.2
 # Bytes/s of copies from and to the host at once, over those of one way (an H200's bus, in GB/s).
 BOTH_WAYS = 102 / 55
-UNPACKING_SHARE = 0.6  # of the speed of memory, at which packed weights are taken to be unpacked (not measured)
+# Packed weights are taken to be unpacked at this share of the speed of memory (not measured).
+UNPACKING_SHARE = 0.6
 # Rates over that of dense products in bfloat16: float8 with its conversions, scans of state-space layers, and their
 # passes that make a run's states for others.
 FLOAT8_SPEED = 1350 / 700
 SCAN_SPEED = 60 / 700
 SUMMARY_SPEED = 100 / 700
-SHARDING_SHARE = 0.47  # of FSDP2's messages in a micro-batch, that shows
+# This share of FSDP2's messages in a micro-batch shows.
+SHARDING_SHARE = 0.47
 # Of a layer's launches, those that FSDP2 adds in every micro-batch (many-micro-batches-2xH100.md), also on one slot,
 # and what is left of them where no attention crosses hosts (many-micro-batches-H200.md).
 SHARDED_LAUNCHES = 0.3
@@ -302,7 +307,8 @@ class Machine:
         cost = cost_with_recomputation(replace(cost, forward=forward), shape, kind, count, frozen=frozen)
         # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
         saved = 4 + 2 * share * shape.recomputed_weights / max(1, shape.weights)
-        products = 2 if frozen else 3  # of logits: forward, gradients of rows, and of weights
+        # Logits have products forward, for gradients of rows and, where the head is trained, for those of weights.
+        products = 2 if frozen else 3
         passes = 1 + RECOMPUTED_PASSES * share
         cost = self._add_row_seconds(cost, shape, settings, passes=passes, products=products, saved=saved)
         cost = self._add_sharding_seconds(cost, shape, settings, share, packed)
@@ -311,10 +317,9 @@ class Machine:
         return cost.shared_by(settings.tp)
 
     def _add_host_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings) -> Cost:
-        """Return the cost with copies from and to the host. Those of the root, embedding and head, hide behind nothing:
-        they come before the first layer, for a pass and for an update that hides behind the pass, and their gradients
-        go after it. Every backward pass but the first also waits for gradients that come back.
-        """
+        """Copies of the root, embedding and head, hide behind nothing: they come before the first layer, for a pass
+        and for an update that hides behind the pass, and their gradients go after it. Every backward pass but the
+        first also waits for gradients that come back."""
         streamed, paged = (
             size / self.paging_bytes_per_second for size in (settings.streamed_bytes, settings.paged_bytes)
         )
@@ -322,7 +327,8 @@ class Machine:
         root_share = 1 - layer_weights / max(1, shape.stored_weights)
         # weights come; gradients go where some are made
         copies = 1 if not settings.trains_all or cost.passes == "forward" else 2
-        if cost.passes == "forward":  # without an update
+        # A forward pass alone has no update.
+        if cost.passes == "forward":
             paged = 0.0
         return replace(
             cost,
@@ -336,11 +342,9 @@ class Machine:
     def _add_row_seconds(
         self, cost: Cost, shape: ModelShape, settings: CostSettings, *, passes: float, products: int, saved: float
     ) -> Cost:
-        """Return the cost with what rows take besides the products of their weights, and without logits of rows that
-        predict nothing. `passes` are a layer's passes over memory, over those of forward and backward together. Logits
-        take `products` of 2 FLOPs for each weight of the head. In float8 `saved` FLOPs for each weight of the layers
-        are faster.
-        """
+        """Logits of rows that predict nothing are left out. `passes` are a layer's passes over memory, over those of
+        forward and backward together. Logits take `products` of 2 FLOPs for each weight of the head. In float8
+        `saved` FLOPs for each weight of the layers are faster."""
         tp = max(settings.tp, settings.weight_ranks)  # runs set only weight_ranks, to their tp
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
         pass_seconds = LAYER_BYTES * (COMPILED_SHARE if compiled else 1.0) / self.memory_bytes_per_second
@@ -392,7 +396,8 @@ class Machine:
         width = settings.shards
         dense = (shape.stored_weights - shape.stored_experts) / tp
         experts = shape.stored_experts / ep
-        expert_ranks = tp / ep  # for each slot, over which experts are sharded; below 1 where slots share experts
+        # A slot's experts are sharded over so many ranks; below 1 where slots share experts.
+        expert_ranks = tp / ep
         # Attention is replayed where none crosses hosts; on a machine that was measured its launches count as they are.
         replayed = 0 < width * settings.dp_replicate <= self.node_size and not forward
         launches = REPLAYED_LAUNCHES if replayed and not self.world else 1.0
@@ -438,7 +443,8 @@ class Machine:
         row_seconds, exchange_latency = self._expert_exchange_seconds(shape, settings, exchanges)
         update = self.micro_batch_seconds
         if settings.trains_all:
-            weights = (dense + experts / expert_ranks) / max(1, width)  # of a rank's shard
+            # These are the weights of a rank's shard.
+            weights = (dense + experts / expert_ranks) / max(1, width)
             copies = settings.dp_replicate
             link = self.inside if copies * width <= self.node_size else self.across
             update += UPDATE_BYTES / memory * weights
@@ -460,9 +466,7 @@ class Machine:
     def _expert_exchange_seconds(
         self, shape: ModelShape, settings: CostSettings, exchanges: float
     ) -> tuple[float, float]:
-        """Return the seconds of a row, and the latency of a micro-batch, of so many exchanges of rows between slots
-        that share experts, by the formula of `_add_sharding_seconds`; (0, 0) where none share experts.
-        """
+        """By the formula of `_add_sharding_seconds`; (0, 0) where no slots share experts."""
         ep = settings.ep
         if ep <= 1 or not shape.expert_layers:
             return 0.0, 0.0
@@ -476,10 +480,8 @@ class Machine:
         return max(near_seconds, far_seconds), latency
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
-        """Return the cost of a model of this shape, without what settings change. Experts run at another rate than
-        dense products, so their weights get the difference. A ring sends each number of keys and values twice, and its
-        gradient once, in float32 at least: these bytes are `turns`.
-        """
+        """Experts run at another rate than dense products, so their weights get the difference. A ring sends each
+        number of keys and values twice, and its gradient once, in float32 at least: these bytes are `turns`."""
         tflops = self.product_flops_per_second / 1e12
         memory = self.memory_bytes_per_second
         states = StateCost.from_shape(
@@ -501,7 +503,8 @@ class Machine:
         for name in ("linear_seconds", "real_row_seconds"):
             constants[name] += 6 * shape.expert_weights * expert_extra
         network = None
-        if shape.layers:  # that attend: a model of state-space layers only needs no network
+        # These layers attend: a model of state-space layers only needs no network.
+        if shape.layers:
             turns = 2 * bytes_per_number + max(4, bytes_per_number)
             constants["ring_bytes"] = float(shape.layers * 2 * shape.key_width * turns)
             network = Network(
@@ -535,7 +538,8 @@ class Machine:
         group's sizes count, or the fastest pair.
         """
         # A model of one layer with nothing but this call.
-        width = call.head_dim + (call.value_dim or call.head_dim)  # of a key and a value together
+        # The width is that of a key and a value together.
+        width = call.head_dim + (call.value_dim or call.head_dim)
         shape = ModelShape(
             layers=1,
             weights=0,
@@ -614,7 +618,8 @@ def cost_with_recomputation(
         return cost
     share = recomputed_layer_share(shape, kind, layers)
     full, selective = (share if kind == word else 0.0 for word in ("full", "selective"))  # shares of the layers
-    key_share = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
+    # Keys have this share of what is exchanged.
+    key_share = shape.key_width / max(1, shape.query_width + shape.key_width)
     scans = cost.states.scan_seconds if cost.states else 0.0
     recomputed_share = share * shape.recomputed_weights / shape.weights
     repeated = ("attention_seconds", "ring_step_seconds", "ring_bytes", "merge_seconds", "copy_seconds")
@@ -640,7 +645,8 @@ def recomputed_layer_share(shape: ModelShape, kind: Recomputation, layers: int) 
 
 def find_machine_of_device(device: str) -> Machine | None:
     """Find the known machine of a device by its full name; None for another device."""
-    if "Laptop" in device:  # whose GPUs are slower ones of the same name
+    # A laptop's GPU is slower than that of the same name.
+    if "Laptop" in device:
         return None
     names = [name for name in KNOWN if has_name(device, name)]
     return Machine.known(max(names, key=len)) if names else None  # the longest: a GH200's name has "H200" too
@@ -663,7 +669,8 @@ def read_machine(file: str, key: str) -> Machine:
     file, for messages. Raises ConfigError for a name that is not known, and for a file that holds no machine.
     """
     path = Path(file)
-    is_path = path.suffix or path.exists()  # of a file that is not there, or of a folder
+    # The path may be of a file that is not there, or of a folder.
+    is_path = path.suffix or path.exists()
     if not path.is_file() and (find_known_name(file) or not is_path):
         try:
             return Machine.known(file)

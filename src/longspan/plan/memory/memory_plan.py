@@ -24,7 +24,8 @@ from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape
 
-MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/process_groups.py)
+# A slot has at most so many groups that have communicators of their own (comm/process_groups.py).
+MOST_GROUPS = 8
 _POLICY_TEXTS = {
     "none": "keep all",
     "exchanged": "keep their input, attention's output and what was exchanged",
@@ -263,8 +264,10 @@ class MemoryNeeds:
         return (place.host_bytes(self.loads, policies) for place in self.places)
 
 
-TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H200, 128K to 512K rows)
-SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer's work, and is lost all the same
+# Tiles of a layer's MLP add this share of the layer's time (an H200, 128K to 512K rows).
+TILED_SHARE = 0.06
+# This share of the time of copies to the host that runs beside a layer's work is lost all the same.
+SHOWN_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -309,7 +312,7 @@ class MemoryPrices:
         return max(root_share * seconds, seconds - hiding_seconds)
 
     def _layer_copy_seconds(self, memory: MemoryPlan) -> float:
-        """Seconds in which the weights of one layer come from the host, in the mean over the layers of the stage."""
+        """The mean over the layers of the stage."""
         place = self.place
         root = place.weight_bytes(place.stage.root, on_host=True)
         return (memory.host.weights - root) / len(place.stage.layers) / self.machine.paging_bytes_per_second
@@ -365,15 +368,15 @@ class MemoryPrices:
         more_seconds = layer_seconds[slow] - layer_seconds[fast]
         if more_seconds <= 0.0 or seconds >= more_seconds * needs.layers:
             return needs.layers
-        return int(seconds / more_seconds * (1 + 1e-9)) + 1  # one more, as sums are rounded
+        # One more layer is counted, as sums are rounded.
+        return int(seconds / more_seconds * (1 + 1e-9)) + 1
 
     @cached_property
     def _layer_work(self) -> tuple[float, dict[str, float]]:
-        """Seconds of a layer that keeps all; and those that each policy adds to them, by computing and exchanging
-        again: queries, keys and values under "selective", the output too under "full". The load is taken for a slot's
-        part of equally long documents, half as many as it has runs (zigzag gives a slot two of each). If its rows are
-        in groups of several slots, these are taken to be of all slots.
-        """
+        """(of a layer that keeps all, what each policy adds by computing and exchanging again: queries, keys and
+        values under "selective", the output too under "full"). The load is taken for a slot's part of equally
+        long documents, half as many as it has runs (zigzag gives a slot two of each). If its rows are in groups
+        of several slots, these are taken to be of all slots."""
         place = self.place
         load = self.load
         settings = place.settings
@@ -393,7 +396,8 @@ class MemoryPrices:
         shape = self.model.shape
         # Members that exchange heads are taken to be in one node.
         exchanged = load.exchanged_rows * settings.compute_bytes / place.home.tp
-        number_seconds = exchanged / self.machine.inside.point.bytes_per_second  # of a number of each exchanged row
+        # The seconds are those of a number of each exchanged row.
+        number_seconds = exchanged / self.machine.inside.point.bytes_per_second
         again = {"none": 0.0, "exchanged": selective}
         again["selective"] = selective + number_seconds * (shape.query_width + 2 * shape.key_width)
         again["full"] = full + number_seconds * 2 * (shape.query_width + shape.key_width)
@@ -401,11 +405,9 @@ class MemoryPrices:
 
     @cached_property
     def _layer_seconds(self) -> dict[bool, dict[str, float]]:
-        """Seconds that each policy adds to a layer, where its MLP does not run in tiles (False) and where it does
-        (True). A copy to the host may hide behind the forward pass, a third of a layer's time, and the copy back behind
-        the rest; of what hides SHOWN_SHARE counts. A tiled MLP runs forward again: a tiled layer that keeps all counts
-        as one under "exchanged".
-        """
+        """Without tiles (False) and with them (True). A copy to the host may hide behind the forward pass, a third
+        of a layer's time, and the copy back behind the rest; of what hides SHOWN_SHARE counts. A tiled MLP runs
+        forward again: a tiled layer that keeps all counts as one under "exchanged"."""
         place = self.place
         plain, again = self._layer_work
         whole = dict[str, float]()
@@ -422,14 +424,12 @@ class MemoryPrices:
 
     @cached_property
     def _all_layers(self) -> Numbers:
-        """The parameters of all layers of the model, of all stages together."""
+        """All stages together."""
         return sum(self.place.numbers.layers, Numbers())
 
     def _sharding_seconds(self, choice: Form) -> float:
-        """Seconds of a micro-batch's gathers of weights and sum of gradients, as far as they do not hide behind other
-        work; what comes once a step counts in equal parts for its micro-batches. 0 where they are unsharded, or always
-        whole.
-        """
+        """What hides behind other work is left out; what comes once a step counts in equal parts for its
+        micro-batches. 0 where weights are unsharded, or always whole."""
         place = self.place
         once = 1 / place.micro_batches
         if not place.settings.shard_parameters or place.always_whole:

@@ -24,13 +24,17 @@ from longspan.plan.messages import REPLAYED_NUMBERS, SUMMED_NUMBERS
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import LayerKind
 
-CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels, as measured on an H200
-COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group, as measured on H200s
-REPLAYED_TENSORS = 16  # as large as the queries, which recordings of attention hold (comm/cuda_graphs.py)
+# A CUDA context with its kernels takes these, as measured on an H200.
+CONTEXT_BYTES = 1300 << 20
+# NCCL's buffers of a group take these, as measured on H200s.
+COMMUNICATOR_BYTES = 460 << 20
+# Recordings of attention hold so many tensors as large as the queries (comm/cuda_graphs.py).
+REPLAYED_TENSORS = 16
 # Rows that a depth of multi-token prediction keeps around its layer: the embedded tokens, these joined with the hidden
 # states (twice as wide), and the layer's output before and after its norm.
 OF_A_DEPTH = 5
-CHUNK_BYTES = {True: 2 << 30, False: 64 << 20}  # of logits at a time, on a GPU and on a CPU (train/loss.py)
+# So many bytes of logits are made at a time, on a GPU and on a CPU (train/loss.py).
+CHUNK_BYTES = {True: 2 << 30, False: 64 << 20}
 AT_THE_LOSS = 3  # rows between layers: before the last norm and after it, and the gradient; of each depth one more
 OF_WIDE_NORM = 2  # so many rows more where no fused kernel runs the last norm, which then goes through float32
 # Of a tower's block: tensors as wide as the tower that it keeps (two norms' inputs and outputs, q, k, v, output),
@@ -251,7 +255,8 @@ class StageBytes:
         of_kinds = dict[tuple[LayerKind, bool], LayerBytes]()
         layers = list[LayerBytes]()
         for layer in self.stage.layers:
-            depth_index = layer - numbers.decoder_layers  # among the layers of all depths; below 0 outside depths
+            # The index counts the layers of all depths; below 0 it is outside depths.
+            depth_index = layer - numbers.decoder_layers
             begins_depth = depth_index >= 0 and depth_index % numbers.depth_layers == 0
             key_of_layer = numbers.kinds[layer], begins_depth
             if key_of_layer not in of_kinds:
@@ -264,7 +269,8 @@ class StageBytes:
                 weights = numbers.layers[layer].trained * self.settings.compute_bytes
                 widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
                 on_device = size * (not host) + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
-                backward = max(0.0, 2 * table.input_bytes + widest - size)  # its input, and a gradient as wide
+                # Backward holds a layer's input, and a gradient as wide.
+                backward = max(0.0, 2 * table.input_bytes + widest - size)
                 of_kinds[key_of_layer] = LayerBytes(on_device, size if host else 0.0, backward)
             layers.append(of_kinds[key_of_layer])
         self.layers_so_far[key] = tuple(layers)
@@ -283,7 +289,6 @@ class StageBytes:
         return [LayerBytes() if place else layer for place, layer in zip(places, kept, strict=True)]
 
     def _bytes_under(self, load: SlotLoad, words: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
-        """Return the bytes of each layer of this stage under its own policy, one of `words` in their order."""
         tables = {word: self.layer_bytes(load, word) for word in dict.fromkeys(words)}
         return [tables[word][place] for place, word in enumerate(words)]
 
@@ -303,7 +308,8 @@ class StageBytes:
         patches = rows * (shape.patch_count(1) if shape.merge else shape.patches / shape.rows)
         layers = shape.full_layers + shape.window_layers
         number = settings.compute_bytes  # bytes of a number, as in all methods here
-        mlp_width = shape.block_weights / layers / shape.width - 4 * shape.width  # of all products of the MLP
+        # The width is that of all products of the MLP.
+        mlp_width = shape.block_weights / layers / shape.width - 4 * shape.width
         blocks = patches * layers * (BLOCK_ROWS * shape.width + mlp_width) * number
         blocks *= settings.encoder_trained == "all"
         work = patches * (BLOCK_GRADIENTS * mlp_width / 2 * number + BLOCK_ROTARY * shape.width)
@@ -312,10 +318,9 @@ class StageBytes:
 
     @cached_property
     def _layer_weights(self) -> tuple[list[float], ...]:
-        """Five lists of bytes, with a number for each layer of this stage: its whole weights in the compute type; these
-        as other slots send them, packed ones as bytes; its packed weights alone; the most of its gradients while they
-        are summed over slots; a slot's shard of the sums.
-        """
+        """A number of bytes for each layer of this stage: its whole weights in the compute type; these as other
+        slots send them, packed ones as bytes; its packed weights alone; the most of its gradients while they are
+        summed over slots; a slot's shard of the sums."""
         settings = self.settings
         sharded = settings.shard_parameters
         number = settings.compute_bytes * sharded
@@ -340,7 +345,7 @@ class StageBytes:
         return map(self._bytes_at, self.moments(loads, policies))
 
     def _bytes_at(self, moment: Moment) -> Bytes:
-        """Return the bytes of a moment with those that are always there, each rounded down."""
+        """Each is rounded down."""
         sizes = {name: int(size) for name, size in moment._asdict().items()}
         resident = self.resident_bytes
         return replace(resident, communicators=resident.communicators + sizes.pop("reserved"), **sizes)
@@ -386,7 +391,8 @@ class StageBytes:
 
         keeps_gradients_unsharded = self.keeps_gradients_unsharded
         keeps_weights_unsharded = self.keeps_weights_unsharded
-        in_place = keeps_gradients_unsharded or not sharded  # all weights and gradients are whole
+        # All weights and gradients are whole.
+        in_place = keeps_gradients_unsharded or not sharded
         waiting = self.waiting_bytes(load, policies)
         number = settings.compute_bytes * sharded
         whole, sent_whole, packed, summing, shards = self._layer_weights
@@ -465,11 +471,9 @@ class StageBytes:
             yield moment(all_gradients, tower_weights, kept_of_images, work)
 
     def _logit_bytes(self, load: SlotLoad) -> float:
-        """Return the bytes of logits at the loss, with the head's gradient. First there are the logits of one chunk and
-        their gradient (on a CPU a float32 copy too), and the chunk's gradient of the head, with a sum in float32 at
-        least if there are several. Then the head's gradient is scaled into a new tensor, and a float32 sum is cast.
-        Each depth of prediction keeps such a sum as well.
-        """
+        """First there are the logits of one chunk and their gradient (on a CPU a float32 copy too), and the chunk's
+        gradient of the head, with a sum in float32 at least if there are several. Then the head's gradient is
+        scaled into a new tensor, and a float32 sum is cast. Each depth of prediction keeps such a sum as well."""
         settings = self.settings
         number = settings.compute_bytes
         vocabulary = self.numbers.vocabulary / self.home.tp

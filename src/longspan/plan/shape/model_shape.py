@@ -33,7 +33,8 @@ from longspan.plan.shape.layers import (
     sliding_window,
 )
 
-_STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
+# Configurations show state-space layers by these.
+_STATES = ("mamba_d_state", "ssm_state_size", "state_size")
 QWEN3_8B: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 4096,
@@ -170,7 +171,6 @@ class ModelShape:
 
 
 def _check_layers_are_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
-    """Raise PlanError, which names them, for kinds of layers that are not priced."""
     types = layer_types(read)
     # All rows of all layers choose their keys; where only some layers do, these are not priced.
     is_indexed = bool(types) and {*types} <= {*INDEXED} and bool(read.count("index_topk"))
@@ -192,9 +192,8 @@ def _check_layers_are_priced(read: ConfigReader, mixer: MixerShape | None) -> No
 
 
 def _check_needed_counts(read: ConfigReader, kinds: Sequence[LayerKind]) -> None:
-    """Raise PlanError if the configuration lacks a count that pricing needs. Those of attention and of MLPs are needed
-    only if some of the layers, whose `kinds` are given, has such a part; if the configuration names no layers, all are.
-    """
+    """Counts of attention and of MLPs are needed only if some layer has such a part; if the configuration names no
+    layers, all are."""
     needed = ["hidden_size"]
     if not layer_types(read):  # types would tell how many layers there are
         needed.append("num_hidden_layers")
@@ -325,7 +324,7 @@ def model_flops(
 
 
 def _window_pairs(length: int, window: int) -> int:
-    """Count the (row, key) pairs of a causal document whose rows see at most `window` rows, themselves included."""
+    """Rows see at most `window` rows, themselves included."""
     seen = min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
