@@ -57,7 +57,7 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
         reason = f"run.machine {run_machine} has its own speed" if run_machine else "a speed is above 0"
         raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give --tflops N, such as 400, or --machine")
     gpu = flags.gpu if flags.names_gpus else run_machine or "h200"
-    named = read_machine(gpu, "--gpu") if gpu else None
+    named = read_machine(gpu, "--gpu" if flags.names_gpus else "--machine") if gpu else None
     machine = named or Machine()
     size_text = f" of {flags.gpu_bytes:,} bytes" if flags.gpu_bytes else ""
     size = flags.gpu_bytes or machine.memory_bytes
