@@ -87,14 +87,70 @@ _IN_INDEXERS = frozenset({
 })  # fmt: skip
 
 
+# What the indexers of two kinds of pools name beside that (`seams/chosen_keys/pools.py`): means, and sums by gates
+_IN_MEAN_POOLS = frozenset({
+    *("index_qk_proj", "q_layernorm", "k_layernorm", "index_head_dim", "index_kv_heads", "index_n_heads"),
+    *("token_budget", "compress_ratio", "block_topk", "mean", "index_select", "nonzero", "numel", "scatter", "sum"),
+    *("math", "sqrt", "range", "device", "flatten", "reshape", "full", "tensor", "where", "zeros"),
+})  # fmt: skip
+_IN_GATED_POOLS = frozenset({
+    *("index_kpool", "index_kpool_always_select_tail", "index_kpool_compress_ape", "index_kpool_compress_gate"),
+    *("get_pooled_states", "get_visible_tokens", "append_visible_tail", "get_seq_length", "keys", "layers", "linear"),
+    *("softmax", "nan_to_num", "sum", "all", "any", "arange", "argmax", "clamp", "expand", "expand_as", "finfo"),
+    *("device", "flatten", "full", "gather", "long", "lt", "pad", "remainder", "where"),
+})  # fmt: skip
+_BLOCK_CALL = "update_index"  # of a cache's layer: appends index keys, and returns all
+_IN_BLOCK_INDEXERS = frozenset({
+    _BLOCK_CALL,
+    _TOP_KEYS,
+    *("q_proj", "k_proj", "q_norm", "k_norm", "apply_rotary_pos_emb", "matmul", "masked_fill", "amax", "scatter_"),
+    *("block_size", "topk_blocks", "local_blocks", "num_heads", "head_dim", "layer_idx", "layers"),
+    *("F", "torch", "arange", "clamp", "device", "expand", "float", "min", "pad", "shape"),
+    *("transpose", "unsqueeze", "view"),
+})  # fmt: skip
+
+
+@cache
+def _names_read(kind: type[nn.Module]) -> frozenset[str]:
+    """The names in a class's forward, and in those of its own methods that it calls."""
+    names = set[str]()
+    functions = [inspect.unwrap(kind.forward)]
+    for function in functions:
+        new = {*function.__code__.co_names} - names if isinstance(function, FunctionType) else set[str]()
+        names |= new
+        classes = [x for x in kind.__mro__ if issubclass(x, nn.Module) and x is not nn.Module]
+        methods = [next((vars(x)[name] for x in classes if name in vars(x)), None) for name in new]
+        functions += [inspect.unwrap(method) for method in methods if isinstance(method, FunctionType)]
+    return frozenset(names)
+
+
 def is_indexer(module: nn.Module) -> bool:
     """Return whether a module chooses the keys that each row attends to, in a way that is known.
 
-    Its forward must score the index keys of a cache and take the best, and name nothing outside of `_IN_INDEXERS`.
+    Its forward must score the index keys of a cache, one by one, in pools or in blocks, and take the best, and name
+    nothing beside what indexers of its kind do.
     """
-    forward = class_forward(module)
-    names = {*forward.__code__.co_names} if isinstance(forward, FunctionType) else set[str]()
-    return {_CACHE_CALL, _TOP_KEYS} <= names <= _IN_INDEXERS
+    is_known = {_CACHE_CALL, _TOP_KEYS} <= _names_read(type(module)) <= _IN_INDEXERS
+    return is_known or pools_keys(module) or chooses_blocks(module)
+
+
+def pools_keys(module: nn.Module) -> bool:
+    """Return whether an indexer scores pools of consecutive keys, and a row takes all keys of the best pools."""
+    return _has_mean_pools(module) or has_gated_pools(module)
+
+
+def _has_mean_pools(module: nn.Module) -> bool:
+    return {_CACHE_CALL, _TOP_KEYS, "compress_ratio"} <= _names_read(type(module)) <= _IN_INDEXERS | _IN_MEAN_POOLS
+
+
+def has_gated_pools(module: nn.Module) -> bool:
+    """Return whether a pool is a sum of keys that is weighted by gates, and not their mean."""
+    return {_CACHE_CALL, _TOP_KEYS, "index_kpool"} <= _names_read(type(module)) <= _IN_INDEXERS | _IN_GATED_POOLS
+
+
+def chooses_blocks(module: nn.Module) -> bool:
+    """Return whether an indexer chooses blocks of consecutive keys, others in each of its heads."""
+    return {_BLOCK_CALL, _TOP_KEYS} <= _names_read(type(module)) <= _IN_BLOCK_INDEXERS
 
 
 def find_indexers(model: nn.Module) -> dict[str, nn.Module]:
@@ -111,6 +167,11 @@ def attends_to_chosen_keys(module: nn.Module) -> bool:
     if indexer is not None:
         return is_indexer(indexer)
     return "prev_topk_indices" in forward.__code__.co_varnames
+
+
+def reads_ngrams(module: nn.Module) -> bool:
+    """Return whether a module embeds the tokens before a row together with its own."""
+    return "ngram_embedding" in _names_read(type(module))
 
 
 # ---- modules that make keys of windows of rows, "entries", and those that choose among them (`seams/entries.py`)
@@ -132,17 +193,11 @@ _IN_ENTRY_INDEXERS = _IN_COMPRESSORS | frozenset({
 })  # fmt: skip
 
 
-@cache
-def _names_in_forward(kind: type[nn.Module]) -> frozenset[str]:
-    forward = inspect.unwrap(kind.forward)
-    return frozenset(forward.__code__.co_names if isinstance(forward, FunctionType) else ())
-
-
 def makes_entries(module: Any) -> bool:
     """Return whether a module compresses windows of rows to keys, "entries", in a way that is known: its forward hands
     rows to a cache's layer and takes whole windows of them, and names nothing outside of `_IN_COMPRESSORS`.
     """
-    return isinstance(module, nn.Module) and _WINDOW_CALLS <= _names_in_forward(type(module)) <= _IN_COMPRESSORS
+    return isinstance(module, nn.Module) and _WINDOW_CALLS <= _names_read(type(module)) <= _IN_COMPRESSORS
 
 
 def chooses_entries(module: Any) -> bool:
@@ -151,12 +206,12 @@ def chooses_entries(module: Any) -> bool:
     """
     if not isinstance(module, nn.Module):
         return False
-    return {*_WINDOW_CALLS, _TOP_KEYS} <= _names_in_forward(type(module)) <= _IN_ENTRY_INDEXERS
+    return {*_WINDOW_CALLS, _TOP_KEYS} <= _names_read(type(module)) <= _IN_ENTRY_INDEXERS
 
 
 def reads_window_before(compressor: nn.Module) -> bool:
     """Return whether an entry is made of its own window and the one before it."""
-    return _OVERLAP_CALL in _names_in_forward(type(compressor))
+    return _OVERLAP_CALL in _names_read(type(compressor))
 
 
 def find_choosing_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -167,7 +222,7 @@ def find_choosing_modules(model: nn.Module) -> dict[str, nn.Module]:
 def attends_to_entries(module: nn.Module) -> bool:
     """Return whether a module attends to the entries of its `compressor`, and an indexer in that is known."""
     compressor = getattr(module, "compressor", None)
-    if not makes_entries(compressor) or "compressor" not in _names_in_forward(type(module)):
+    if not makes_entries(compressor) or "compressor" not in _names_read(type(module)):
         return False
     indexer = getattr(compressor, "indexer", None)
     return indexer is None or chooses_entries(indexer)

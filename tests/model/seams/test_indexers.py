@@ -65,11 +65,12 @@ def choices_of_the_class(family: str) -> list[Choices]:
     return by_indexer
 
 
-def best_of_all(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, k: int) -> Tensor:
+def best_of_all(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, k: int, stride: int = 1) -> Tensor:
     """What `choose_best_keys` chooses, from all scores at once."""
     scores = torch.einsum("rh,rhs->rs", weights, torch.einsum("rhd,sd->rhs", q, keys.to(q.dtype)).relu())
     rows = first_position + torch.arange(len(q), device=q.device)[:, None]
-    scores = (scores + 0.0).masked_fill(torch.arange(len(keys), device=q.device) > rows, -torch.inf)
+    positions = torch.arange(len(keys), device=q.device) * stride + stride - 1
+    scores = (scores + 0.0).masked_fill(positions > rows, -torch.inf)
     scores, order = (x[:, :k] for x in scores.sort(dim=1, descending=True, stable=True))
     return pad(order.int().masked_fill(scores == -torch.inf, -1), (0, k - order.shape[1]), value=-1)
 
@@ -80,18 +81,21 @@ def wrong_choices_of_kernels(device: torch.device) -> list[tuple[int, ...]]:
     half = (
         torch.bfloat16 if device.type == "cuda" else torch.float16
     )  # the interpreter's products of bfloat16 are wrong
-    cases = ((half, 70, 3, 24, 0, 9), (torch.float32, 20, 2, 16, 130, 60), (half, 130, 1, 128, 7, 50))
-    for dtype, rows, heads, size, first, k in cases:
+    cases = (
+        *((half, 70, 3, 24, 0, 9, 1), (torch.float32, 20, 2, 16, 130, 60, 1), (half, 130, 1, 128, 7, 50, 1)),
+        *((half, 300, 2, 32, 0, 5, 4), (torch.float32, 70, 2, 16, 61, 20, 3)),  # pools of so many keys
+    )
+    for dtype, rows, heads, size, first, k, stride in cases:
         q, weights, keys = (
             torch.randint(-2, 3, shape, generator=generator).to(device)
-            for shape in ((rows, heads, size), (rows, heads), (first + rows, size))
+            for shape in ((rows, heads, size), (rows, heads), ((first + rows) // stride, size))
         )
         q, keys, weights = q.to(dtype), keys.to(dtype), weights.float()
         with patch.object(index_scores, "_SCORE_BYTES", 4 * 64 * len(keys)):  # runs of 64 rows
-            chosen = index_scores.choose_best_keys(q, weights, keys, first, k)
-        expected = best_of_all(q.float(), weights, keys, first, k).sort(dim=1, stable=True).values
+            chosen = index_scores.choose_best_keys(q, weights, keys, first, k, stride)
+        expected = best_of_all(q.float(), weights, keys, first, k, stride).sort(dim=1, stable=True).values
         if not torch.equal(chosen.sort(dim=1).values, expected):
-            wrong.append((rows, heads, size, first, k))
+            wrong.append((rows, heads, size, first, k, stride))
     return wrong
 
 

@@ -23,6 +23,7 @@ from longspan.model.kinds import (
     has_experts,
     is_mixer,
     makes_entries,
+    reads_ngrams,
     score_columns,
 )
 from longspan.model.layers import (
@@ -47,12 +48,17 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _MIXING = ("linear_attention", "conv", "hybrid", "mamba")  # types of layers that may contain a mixer
 
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+_BLOCKS = "minimax_m3_sparse"
 
 # Each value says what is missing for layers of this type, whose keys are chosen.
 _CHOSEN_KEYS = {
-    **dict.fromkeys(INDEXED, "whose indexer does more than to score keys one by one (it pools them, say)"),
+    **dict.fromkeys(INDEXED, "whose indexer does more than to score keys one by one, or pools of them"),
     **dict.fromkeys(_COMPRESSED, "whose keys are made of windows of rows in a way that is not known"),
-    "minimax_m3_sparse": "which choose blocks of keys for each key/value head, and not keys for each row",
+    _BLOCKS: "whose indexer does more than to score blocks by their best keys",
+}
+_IS_KNOWN = {
+    **dict.fromkeys((*INDEXED, _BLOCKS), attends_to_chosen_keys),
+    **dict.fromkeys(_COMPRESSED, attends_to_entries),
 }
 _KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions"
 
@@ -141,9 +147,7 @@ def _position_reasons(model: PreTrainedModel) -> Iterator[str]:
 def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
-        is_known = (
-            attends_to_chosen_keys if kind in INDEXED else attends_to_entries if kind in _COMPRESSED else is_mixer
-        )
+        is_known = _IS_KNOWN.get(kind, is_mixer)
         layers = [
             index
             for index, layer in enumerate(decoder_layers(model).values())
@@ -153,6 +157,19 @@ def _layer_reasons(model: PreTrainedModel) -> Iterator[str]:
         supported = f"supported are {', '.join(_LAYER_TYPES)}{_KNOWN_MIXERS if kind in _MIXING else ''}"
         if layers:
             yield f"layers {items_text(layers)} are of type {kind!r}, {_CHOSEN_KEYS.get(kind, supported)}"
+    without_tail = [n for n, m in model.named_modules() if not getattr(m, "index_kpool_always_select_tail", True)]
+    if without_tail:
+        yield (
+            f"{items_text(without_tail)} leaves out the keys after a row's last pool (index_kpool_always_select_tail "
+            "is False): the first rows of a document then see no key, and transformers' eager attention gives them the "
+            "mean of all values, those of later rows too; set it to True"
+        )
+    if names := [name for name, module in model.named_modules() if reads_ngrams(module)]:
+        owners = sorted({type(model.get_submodule(name)).__name__ for name in names})
+        yield (
+            f"{items_text(names)} ({', '.join(owners)}) embeds n-grams: a row's token with those before it, which "
+            "another rank or another document may hold; leave these layers out of the configuration"
+        )
     mixers = tuple(f"{name}." for name in find_mixers(model))
     convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
     if names := [name for name in convolutions if not name.startswith(mixers)]:

@@ -12,7 +12,14 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.exactness.trials import parameter_gradients, relative_error, run_trial_once, trial_error_text
-from longspan.model.kinds import attends_to_entries, expert_modules, find_indexers, find_mixers, has_experts
+from longspan.model.kinds import (
+    attends_to_entries,
+    expert_modules,
+    find_indexers,
+    find_mixers,
+    has_experts,
+    pools_keys,
+)
 from longspan.model.layers import innermost_decoder
 from longspan.model.seams.attention_calls import defer_query_scaling
 from longspan.model.seams.trial_shards import attend_separately
@@ -52,6 +59,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
         }
         model = kind._from_config(small, **settings).double()
         defer_query_scaling(model)  # attention's business: it is not tried here
+        pool_reasons = (*_pool_reasons(model),)
         if find_indexers(model):
             from longspan.model.seams.chosen_keys.indexers import shard_indexers
 
@@ -76,7 +84,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
                 outs.append(model(input_ids=ids, position_ids=positions, use_cache=False)[0])
         draws = not torch.equal(*outs)
         draws_text = ("numbers by which a small model of its class differs from seed to seed",) if draws else ()
-        return ClassTrial(tuple(_row_reasons(model.train(not draws))), draws_text)
+        return ClassTrial((*pool_reasons, *_row_reasons(model.train(not draws))), draws_text)
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
@@ -87,6 +95,33 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
 AttentionInterface.register(
     _STAND_IN, lambda _, q, k, v, attention_mask, **more: (attend_separately(q, k, v, more.get("scaling")), None)
 )
+
+
+@torch.no_grad()
+def _pool_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Pools are chosen by formulas of our own, which are compared with what the class chooses of one document."""
+    indexers = {name: module for name, module in model.named_modules() if pools_keys(module)}
+    if not indexers:
+        return
+    from longspan.model.seams.chosen_keys.indexers import order_equal_scores
+    from longspan.model.seams.chosen_keys.pools import choices_differ
+
+    calls = list[tuple[str, Any, Any, Tensor]]()
+    model.set_attn_implementation("eager")
+    order_equal_scores(model)
+    with ExitStack() as hooks:
+        for name, indexer in indexers.items():
+            hook = indexer.register_forward_hook(
+                lambda _, args, kwargs, out, name=name: calls.append((name, args, kwargs, out)), with_kwargs=True
+            )
+            hooks.callback(hook.remove)
+        model(input_ids=torch.arange(_ROWS)[None], use_cache=False)
+    model.set_attn_implementation(_STAND_IN)
+    for name, args, kwargs, out in calls:
+        if choices_differ(indexers[name], args, kwargs, out):
+            kind = type(indexers[name]).__name__
+            yield f"{name} ({kind}) chooses other pools of keys than the form that longspan knows"
+            return
 
 
 class _Pass(NamedTuple):

@@ -90,6 +90,7 @@ def sharded_attention(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
     shard: SequenceShard | Probe | None = None,
@@ -99,10 +100,12 @@ def sharded_attention(
     """Stand in for transformers' attention function: query (1, N, T, H), key, value (1, K, T, H) to (1, T, N, H).
 
     `indices` (1, T, k) are the keys that an indexer chose for each row; with k = 0 each row sees every key that its
-    mask allows. Keys narrower than queries are those of latents (`latents.py`), of one head. For a `Probe` the call is
-    recorded, and the output has no values; for `SeparateRows` each row attends to itself alone. Raises ModelError
-    without a shard, for more than one batch row, and for a mask, unless it has no columns, as `indexers.py` gives it.
+    mask allows; a mask may carry them (`pools.py`). `block_indices` (1, heads, T, b) are blocks of keys (`blocks.py`).
+    Keys narrower than queries are those of latents (`latents.py`), of one head. For a `Probe` the call is recorded, and
+    the output has no values; for `SeparateRows` each row attends to itself alone. Raises ModelError without a shard,
+    for more than one batch row, and for a mask, unless it has no columns, as `indexers.py` gives it.
     """
+    indices = getattr(attention_mask, "chosen", indices)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # the decoder layer does not hand its keyword arguments on to attention
         running = running_layer()
@@ -115,7 +118,7 @@ def sharded_attention(
         limits: dict[str, Any] = {
             "window": sliding_window,
             "chunk": chunk_size(module),
-            "indexed": indices is not None,
+            "indexed": indices is not None or block_indices is not None,
         }
         if attends_to_entries(module):
             compressor: Any = module.compressor
@@ -150,20 +153,28 @@ def sharded_attention(
 
         query = fold_queries(module, query)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": sliding_window,
+        "chunk": chunk_size(module),
+        "latents": latents,
+        "softcap": softcap,
+        "scale": scaling,
+        "dropout": dropout,
+        "first_head": _first_head_index(module, q.shape[1], checked_shard) if dropout else 0,
+        "layer": getattr(module, "layer_idx", None),
+        "kernel": attention_kernel,
+    }
+    if block_indices is not None and block_indices.shape[-1]:
+        from longspan.model.seams.chosen_keys.blocks import attend_to_blocks
+
+        return attend_to_blocks(module, q, k, v, checked_shard, block_indices[0], **options).unsqueeze(0), None
     out = attend(
         *(q, k, v, checked_shard),
-        causal=causal,
-        window=sliding_window,
-        chunk=chunk_size(module),
         sinks=s_aux,
         indices=None if indices is None or not indices.shape[-1] else indices.squeeze(0),
-        latents=latents,
-        softcap=softcap,
-        scale=scaling,
-        dropout=dropout,
-        first_head=_first_head_index(module, q.shape[1], checked_shard) if dropout else 0,
-        layer=getattr(module, "layer_idx", None),
-        kernel=attention_kernel,
+        with_lse=False,
+        **options,
     )
     if latents:
         from longspan.model.seams.chosen_keys.latents import unfold_values

@@ -20,7 +20,8 @@ from longspan.errors import ModelError
 from longspan.model.feature import Feature
 from longspan.model.kinds import attends_to_entries, reads_window_before
 from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
-from longspan.model.seams.chosen_keys.indexers import LowestFirst, argument_rows, row_runs
+from longspan.model.seams.chosen_keys.indexers import LowestFirst
+from longspan.model.seams.chosen_keys.row_runs import argument_rows, row_runs
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import attention_dropout
 from longspan.model.seams.model_calls import require_one_row_shard

@@ -240,7 +240,12 @@ FAMILIES: dict[str, Family] = {
         small={"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
     ),
     # Each key/value head has an index head of its own.
-    "minimax_m3_vl_text": Family(small={"index_n_heads": lambda small: small["num_key_value_heads"]}),
+    "minimax_m3_vl_text": Family(
+        small={
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "index_n_heads": lambda small: small["num_key_value_heads"],
+        }
+    ),
     "mllama": Family(no_images="its layers attend across to its images"),
     "nemotron_h": Family(
         rotary=False,
@@ -262,10 +267,16 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl*": Family(images="merged"),
     "qwen3_vl_moe_text": Family(tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
     "qwen3_vl_text": Family(tensor_parallel=_layer_plan(self_attn=_ATTENTION | _HEAD_NORMS, mlp=_GATED)),
+    # 8 keys a row are two pools.
     "qwen4_exp_text": Family(
-        small=_defaults_where_none(
-            indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
-        )
+        small={
+            "indexer_n_heads": 16,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+            "ple_layer_ids": lambda small: [1] if small.get("ple_layer_ids") else [],
+        }
     ),
     "reformer": Family(small={"axial_pos_embds": False, "lsh_attn_chunk_length": 1, "local_attn_chunk_length": 1}),
     "sarvam_moe": Family(head_norms=True, tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),

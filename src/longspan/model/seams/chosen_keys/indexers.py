@@ -5,10 +5,8 @@ on GPUs it forms queries and weights alone, and `index_scores.py` the scores. Of
 are, the lowest positions are chosen: `topk` has no order among them. As in transformers, indexers get no gradient.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,27 +17,38 @@ from transformers import PreTrainedModel
 
 from longspan.attention.attend import cached_members
 from longspan.attention.masks import Mask
-from longspan.attention.members import Members
 from longspan.comm.autograd import break_graphs_around
 from longspan.model.execution import Execution
 from longspan.model.feature import Feature
-from longspan.model.kinds import attends_to_chosen_keys, chooses_entries, find_indexers, is_indexer
+from longspan.model.kinds import (
+    attends_to_chosen_keys,
+    chooses_blocks,
+    chooses_entries,
+    find_indexers,
+    is_indexer,
+    pools_keys,
+)
+from longspan.model.seams.chosen_keys.blocks import connect_blocks
 from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
 from longspan.model.seams.chosen_keys.latents import latents_text, takes_latents
+from longspan.model.seams.chosen_keys.pools import carry_positions, connect_pools
+from longspan.model.seams.chosen_keys.row_runs import (
+    ROWS_AT_ONCE,
+    argument_rows,
+    bind_arguments,
+    gather_keys,
+    row_runs,
+)
 from longspan.model.seams.model_calls import require_one_row_shard
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.trial_shards import Probe, SeparateRows
 
 # The second name is that before transformers 5.20.
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
-# The indexer's heads are made of the queries of so many rows at a time.
-_ROWS_AT_ONCE = 4096
-# The scores of all heads that are held at a time take so much; what is made of them takes as much again.
-_SCORE_BYTES = 256 << 20
 
 
 class LowestFirst(TorchFunctionMode):
-    """Inside, `topk` of scores (1, rows, keys) takes the lowest keys among those with equal scores.
+    """Inside, `topk` of scores (…, keys) takes the lowest keys among those with equal scores.
 
     With `none` a hidden key, whose score is −∞, becomes −1 in the result.
     """
@@ -50,7 +59,7 @@ class LowestFirst(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Sort scores, stably and descending, in place of `topk`; any other function runs as it is."""
-        if func not in (Tensor.topk, torch.topk) or args[0].ndim != 3:
+        if func not in (Tensor.topk, torch.topk):
             return func(*args, **(kwargs or {}))
         scores, k = args
         # −0 becomes 0, which it equals
@@ -81,7 +90,7 @@ class IndexerFeature(Feature):
     def convert(self, model: PreTrainedModel, execution: Execution) -> None:
         """Say in the description which layers gather latents, and from what length of a document on."""
         dtype = self.options.sharding(self.world).compute_dtype_of(model)
-        indexed = [module for module in model.modules() if attends_to_chosen_keys(module)]
+        indexed = [m for m in model.modules() if attends_to_chosen_keys(m) and hasattr(m, "expand_kv")]
         self.description["latents"] = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
 
 
@@ -92,9 +101,15 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
     themselves, nothing is chosen, and keys stay expanded.
     """
     for indexer in find_indexers(model).values():
-        indexer.forward = partial(_choose_nothing if alone else _choose_keys, indexer)
+        if pools_keys(indexer):
+            connect_pools(indexer, alone=alone)
+        elif chooses_blocks(indexer):
+            connect_blocks(indexer, alone=alone)
+        else:
+            indexer.forward = partial(_choose_nothing if alone else _choose_keys, indexer)
     for module in model.modules():
         if attends_to_chosen_keys(module):
+            carry_positions(module)
             module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
             if not alone and hasattr(module, "expand_kv"):
                 vars(module)["expand_kv"] = partial(_expand_or_keep_latents, module)
@@ -132,10 +147,8 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     twice over all rows, some at a time: the first pass gives their index keys (rows, head size), gathered over
     each group; the second their chosen keys, or on GPUs queries and weights alone, if `choose_best_keys` can
     score them. No tensor of all rows × all keys is formed."""
-    signature = inspect.signature(inspect.unwrap(type(indexer).forward))
-    arguments = dict(signature.bind(indexer, *args, **kwargs).arguments)
-    del arguments["self"]
-    (cache_name,) = signature.parameters.keys() & {*_CACHE_ARGUMENTS}
+    arguments = bind_arguments(indexer, args, kwargs)
+    (cache_name,) = arguments.keys() & {*_CACHE_ARGUMENTS}
     hidden: Tensor = arguments["hidden_states"]
     shard = running_layer().shard  # pyright: ignore[reportArgumentType]
     k = int(indexer.index_topk)  # pyright: ignore[reportArgumentType]
@@ -164,9 +177,9 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
     # The type checker needs operands here: the loop runs at least once.
     operands = ScoreOperands()
-    for first in range(0, max(1, hidden.shape[1]), _ROWS_AT_ONCE):
+    for first in range(0, max(1, hidden.shape[1]), ROWS_AT_ONCE):
         with (operands := ScoreOperands()):
-            rows = slice(first, first + _ROWS_AT_ONCE)
+            rows = slice(first, first + ROWS_AT_ONCE)
             run_stock_forward(rows, keep_keys)
     by_kernel = operands.can_score_by_kernel()
     heads = int(getattr(indexer, "n_heads", 1))
@@ -174,7 +187,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     all_keys = torch.cat(local_keys, 1)[0]
     for part in shard.parts:
         members = cached_members(part, shard, Mask())
-        group_keys = _gather_keys(all_keys[part.start : part.stop], members)
+        group_keys = gather_keys(all_keys[part.start : part.stop], members)
         for _, part_rows, positions, document_rows in row_runs(members, 0 if by_kernel else heads):
             # The rows count among all local ones.
             rows = slice(part.start + part_rows.start, part.start + part_rows.stop)
@@ -192,40 +205,3 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
                 )
             chosen[:, rows, : chosen_here.shape[2]] = chosen_here
     return chosen
-
-
-def _gather_keys(keys: Tensor, members: Members) -> Tensor:
-    """`keys` (s, head size) are this member's, the result (S, head size) document after document; all members enter."""
-    if members.degree == 1:
-        return keys[members.document_order((0,))]
-    gathered = members.channel.all_gather_rows(keys.contiguous(), members.counts, "index keys").wait()
-    return gathered[members.document_order(members.channel.row_starts(members.counts))]
-
-
-def row_runs(members: Members, heads: int) -> Iterator[tuple[int, slice, slice, slice]]:
-    """Yield runs of one document's rows: the document's index, and (rows, positions, document rows) as slices.
-
-    Rows count within the member's part, positions within the document; document rows are where the whole document lies
-    among the group's rows. The scores of `heads` heads of a run fit _SCORE_BYTES (0: _ROWS_AT_ONCE alone bounds it).
-    """
-    laid_out = members.part.group.laid_out
-    first_keys = list(accumulate(laid_out, initial=0))
-    for document, start, stop, offset in members.real_segments(members.member):
-        at_once = min(_ROWS_AT_ONCE, max(1, _SCORE_BYTES // (4 * heads * stop))) if heads else _ROWS_AT_ONCE
-        for first in range(start, stop, at_once):
-            last = min(first + at_once, stop)
-            rows = slice(offset + first - start, offset + last - start)
-            yield (
-                document,
-                rows,
-                slice(first, last),
-                slice(first_keys[document], first_keys[document] + laid_out[document]),
-            )
-
-
-def argument_rows(value: Any, count: int, rows: slice) -> Any:
-    """Return some rows of an argument: tensors (1, count, …) and tuples of them are cut, anything else stays whole."""
-    if isinstance(value, tuple | list):
-        return tuple(argument_rows(x, count, rows) for x in value)
-    is_by_row = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count
-    return value[:, rows] if is_by_row else value

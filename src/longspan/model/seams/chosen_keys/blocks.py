@@ -1,0 +1,136 @@
+"""Indexers that choose blocks of consecutive keys for each of their heads, over a sharded sequence.
+
+A block is scored by its best key, and blocks are counted from a document's first row. The class's own forward chooses,
+on runs of rows of one document, with index keys of all ranks in place of a cache. Each of its heads chooses for a group
+of key/value heads, which attend in a call of their own. As in transformers, indexers get no gradient.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from longspan.attention import attend
+from longspan.attention.attend import cached_members
+from longspan.attention.masks import Mask
+from longspan.comm import SequenceShard
+from longspan.comm.autograd import break_graphs_around
+from longspan.errors import ModelError
+from longspan.model.seams.chosen_keys.row_runs import (
+    ROWS_AT_ONCE,
+    argument_rows,
+    bind_arguments,
+    gather_keys,
+    row_runs,
+)
+from longspan.model.seams.model_calls import require_one_row_shard
+from longspan.model.seams.running_layer import running_layer
+from longspan.model.seams.trial_shards import Probe, SeparateRows
+
+
+class _KeysNotedError(Exception):
+    """Ends a forward of an indexer once it gave its index keys to the cache."""
+
+
+def connect_blocks(indexer: nn.Module, *, alone: bool) -> None:
+    """Let an indexer choose blocks over the shard that its layer is called with; `alone`: it chooses nothing."""
+    indexer.forward = partial(_choose_nothing if alone else _choose_blocks, indexer)
+
+
+def attend_to_blocks(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: SequenceShard,
+    blocks: Tensor,
+    *,
+    first_head: int,
+    **options: Any,
+) -> Tensor:
+    """Attend from q (T, N, H) to the blocks of keys (heads of the indexer, T, b) that each row chose, −1 for none.
+
+    Each head of the indexer takes an equal share of the query heads, and the key/value heads of these. Raises
+    ModelError where heads cannot be dealt out so.
+    """
+    indexer = module.indexer
+    groups, heads, key_heads = len(blocks), q.shape[1], k.shape[1]
+    if groups != indexer.num_heads or heads % groups or (key_heads % groups and groups % key_heads):
+        raise ModelError(
+            f"{type(module).__name__} attends with {heads} query heads and {key_heads} key/value heads here, and its "
+            f"indexer chooses blocks for {indexer.num_heads} heads, which does not deal them out evenly; use tp 1"
+        )
+    outs = list[Tensor]()
+    for group, chosen in enumerate(blocks):
+        first, last = group * heads // groups, (group + 1) * heads // groups
+        keys = slice(group * key_heads // groups, -(-(group + 1) * key_heads // groups))
+        out = attend(
+            *(q[:, first:last], k[:, keys], v[:, keys], shard),
+            indices=keys_of_blocks(chosen, indexer.block_size, shard.position_ids),
+            first_head=first_head + first,
+            with_lse=False,
+            **options,
+        )
+        outs.append(out)
+    return torch.cat(outs, 1)
+
+
+def keys_of_blocks(blocks: Tensor, size: int, positions: Tensor) -> Tensor:
+    """Return the positions (T, b · size) of the keys of blocks (T, b) up to each row's own, −1 for none."""
+    keys = blocks[..., None] * size + torch.arange(size, device=blocks.device, dtype=blocks.dtype)
+    keys = keys.masked_fill(blocks[..., None] < 0, -1).flatten(1)
+    return keys.masked_fill(keys > positions[:, None], -1)
+
+
+def _choose_nothing(indexer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Blocks without columns stand for every key."""
+    hidden = bind_arguments(indexer, args, kwargs)["hidden_states"]
+    return hidden.new_empty((1, indexer.num_heads, hidden.shape[1], 0), dtype=torch.int32)
+
+
+@break_graphs_around
+@torch.no_grad()
+def _choose_blocks(indexer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Entered by every rank of a group. Returns numbers of blocks in each row's document (1, heads, T, b), int32, −1
+    for none, without columns where no document of the micro-batch has more blocks than a row may choose."""
+    arguments = bind_arguments(indexer, args, kwargs)
+    hidden: Tensor = arguments["hidden_states"]
+    count, heads, most = hidden.shape[1], indexer.num_heads, indexer.topk_blocks
+    shard = cast(Any, running_layer().shard)
+    if isinstance(shard, Probe):
+        return hidden.new_empty((1, heads, count, 1), dtype=torch.int32)
+    shard = require_one_row_shard(type(indexer).__name__, shard, hidden.shape[0], count)
+    longest = max(shard.micro_batch.lengths, default=0)
+    if isinstance(shard, SeparateRows) or longest <= most * indexer.block_size:
+        return _choose_nothing(indexer, *args, **kwargs)
+
+    def run_class(rows: slice, update_index: Callable[[Tensor], Tensor]) -> Tensor:
+        stand_in = SimpleNamespace(layers={indexer.layer_idx: SimpleNamespace(update_index=update_index)})
+        row_arguments = {name: argument_rows(x, count, rows) for name, x in arguments.items()}
+        return type(indexer).forward(indexer, **row_arguments | {"cache": stand_in})
+
+    local_keys = list[Tensor]()
+
+    def keep_keys(keys: Tensor) -> Tensor:
+        local_keys.append(keys[0, 0])  # (rows, head size)
+        raise _KeysNotedError
+
+    for first in range(0, max(1, count), ROWS_AT_ONCE):
+        try:
+            run_class(slice(first, first + ROWS_AT_ONCE), keep_keys)
+        except _KeysNotedError:
+            continue
+    all_keys = torch.cat(local_keys)
+    chosen = hidden.new_full((1, heads, count, most), -1, dtype=torch.int32)
+    for part in shard.parts:
+        members = cached_members(part, shard, Mask())
+        group_keys = gather_keys(all_keys[part.start : part.stop], members)
+        for _, part_rows, positions, document_rows in row_runs(members, heads):
+            rows = slice(part.start + part_rows.start, part.start + part_rows.stop)
+            keys = group_keys[document_rows][: positions.stop]
+            blocks = run_class(rows, lambda _, keys=keys: keys[None, None])
+            chosen[:, :, rows, : blocks.shape[-1]] = blocks
+    return chosen
