@@ -51,7 +51,8 @@ INDEXED = {name: size for name, size in PLAIN.items() if name != "num_key_value_
 IN_GROUPS = {"n_group": 1, "topk_group": 1}
 SHARED = {"num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4, "indexer_types": ["full", "shared"] * 2}
 MANY_HEADS = ", many index heads"
-# Entries of 8 rows in one layer, of 4 in the next, of which each row chooses 3; experts by token id, then by scores.
+# A layer with a window alone, one with entries of 8 rows, and one with entries of 4, of which each row chooses 3;
+# experts by token id, then by scores.
 ENTRIES = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")} | {
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -63,9 +64,10 @@ ENTRIES = {name: size for name, size in SIZES.items() if name not in ("num_key_v
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 5,
-    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
     "compress_rates": {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4},
-    "mlp_layer_types": ["hash_moe", "moe"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
     "hc_mult": 2,
     "index_topk": 3,
     "index_head_dim": 16,

@@ -32,6 +32,7 @@ FAMILY = "deepseek-v4"
 EAGERLY = {"attn_implementation": "eager", "experts_implementation": "eager"}
 pytestmark = pytest.mark.skipif(not here([FAMILY]), reason="this transformers has no such class")
 LENGTHS = (19, 3, 40, 8, 1, 7, 33, 4)  # around both strides, and documents without an entry
+LONG = (300, 17, 129, 512, 127)
 CHANGES = {
     "rows of other ranks are left out of windows": (
         "attention.entries",
@@ -99,6 +100,7 @@ def _plans(home: Layout) -> dict[str, Any]:
     }
 
 
+@pytest.mark.whole
 def test_equals_the_stock_class_under_another_name() -> None:
     home = Layout(ranks=2)
     parity.check({"renamed": _case(_renamed, home, {"zigzag": plan_fixed(LENGTHS, home, cp=2)}, tried=True)})
@@ -110,6 +112,36 @@ def test_equals_the_stock_class_under_every_plan(ranks: int) -> None:
     home = Layout(ranks=ranks)
     options = ({}, {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"})
     parity.check({str(x): _case(partial(tiny, FAMILY), home, _plans(home), options=x) for x in options})
+
+
+@cache
+def _exact_of_long_documents() -> Answer:
+    with compute_in_float64():
+        return answer(_published_strides().train(), texts(LONG))
+
+
+def _published_strides() -> Any:
+    rates = {"heavily_compressed_attention": 128, "compressed_sparse_attention": 4}
+    return tiny(FAMILY, compress_rates=rates, sliding_window=128, index_topk=32)
+
+
+@pytest.mark.whole
+def test_a_window_may_lie_on_three_ranks() -> None:
+    home = Layout(ranks=3)
+    plans = {
+        "zigzag": plan_fixed(LONG, home, cp=3),
+        "contiguous": plan_fixed(LONG, home, cp=3, partition="contiguous"),
+    }
+    case = parity.Case(
+        _published_strides,
+        home,
+        plans,
+        texts(LONG),
+        _exact_of_long_documents(),
+        in_float64=True,
+        compare=gradient_error,
+    )
+    parity.check({"strides of 128 and 4": case})
 
 
 def _choices_of_the_class() -> list[list[set[int]]]:
@@ -140,7 +172,7 @@ def _best_of_all(q: Tensor, weights: Tensor, keys: Tensor, first: int, k: int, s
 def _on_two_ranks(rank: int, changes: dict[str, Any], exact: Answer) -> tuple[dict[str, Any], int]:
     torch.set_num_threads(1)
     home = Layout(ranks=2)
-    case = _case(partial(tiny, FAMILY), home, {"zigzag": plan_fixed(LENGTHS, home, cp=2)})
+    case = _case(_renamed, home, {"zigzag": plan_fixed(LENGTHS, home, cp=2)})
     chosen = list[Tensor]()
     choose = entries.choose_entries
     with (
@@ -148,7 +180,7 @@ def _on_two_ranks(rank: int, changes: dict[str, Any], exact: Answer) -> tuple[di
         compute_in_float64(),
         pytest.MonkeyPatch.context() as monkeypatch,
     ):
-        model = prepare_untried(tiny(FAMILY), world)
+        model = prepare_untried(_renamed(), world)
         found = dict[str, Any]()
         for change in each_mutated(changes):
             found[change] = parity.step_errors(case, model, case.plans["zigzag"], world)[0]
@@ -201,7 +233,7 @@ def _scaled(kind: str) -> dict[str, Any]:
 
 def _with_adapter_on_an_indexer(world: World) -> None:
     peft = pytest.importorskip("peft")
-    targets = ["model.layers.1.self_attn.compressor.indexer.q_b_proj"]
+    targets = ["model.layers.2.self_attn.compressor.indexer.q_b_proj"]
     prepare(peft.get_peft_model(tiny(FAMILY), peft.LoraConfig(r=2, target_modules=targets)), world)
 
 
@@ -224,7 +256,7 @@ def _attend_to_a_tree(world: World) -> None:
 REFUSED = {
     "dropout of weights": (
         lambda world: _prepared(world, attention_dropout=0.1),
-        r"layers.0.self_attn drops weights of attention at a rate of 0.1, and attends to rows and entries",
+        r"layers.1.self_attn drops weights of attention at a rate of 0.1, and attends to rows and entries",
     ),
     "frequencies by length": (
         lambda world: _prepared(world, rope_parameters=_scaled("dynamic")),
