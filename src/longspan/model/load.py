@@ -23,6 +23,7 @@ from longspan.model.weights.empty_model import (
     empty_model,
     image_text_class_of_architectures,
     new_model,
+    set_dtypes,
 )
 from longspan.model.weights.fill import fill_now, fill_when_prepared
 from longspan.model.weights.folder_weights import FolderWeights
@@ -95,8 +96,7 @@ def load_model(
                 torch.manual_seed(seed)
                 model = new_model(config, torch.float32, architecture)
             # drawn in float32, so that every dtype holds the same numbers, rounded
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(parameter_dtype)
+            set_dtypes(model, parameter_dtype)
             model.config.dtype = parameter_dtype
     vocabulary = vocabulary_size(model)
     if vocab_size is not None and vocabulary is not None and vocab_size > vocabulary:

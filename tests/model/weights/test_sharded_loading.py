@@ -102,14 +102,20 @@ def test_every_home_holds_the_folders_weights(folders: Path, table: str) -> None
 @pytest.mark.parametrize("family", ["deepseek-v3", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_what_an_architecture_keeps_in_float32_is_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The same parameters and buffers as transformers reads, whether drawn or read, whole or in parts; where a layer
+    then has weights of two types, training all of them is refused by their names."""
     model = moe_model(family, torch.float32)
     model.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     empty = empty_model(model.config, dtype)
-    assert {name: x.dtype for name, x in empty.state_dict().items()} == {
-        name: x.dtype for name, x in model.state_dict().items()
-    }
+    expected = {name: x.dtype for name, x in model.state_dict().items()}
+    for other in (empty, load_model(tmp_path, dtype=dtype), load_model(config=model.config, dtype=dtype)):
+        assert {name: x.dtype for name, x in other.state_dict().items()} == expected
     if family == "deepseek-v3":
+        if dtype != torch.float32:
+            words = r"mlp\.gate\.weight torch\.float32, and FSDP2 gathers parameters of one type"
+            with World(Layout(ranks=1)) as world, pytest.raises(ModelError, match=words):
+                prepare_untried(load_model(tmp_path, dtype=dtype, sharded=True), world)
         assert empty.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias").dtype == torch.float32
 
 

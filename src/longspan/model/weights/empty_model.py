@@ -25,7 +25,15 @@ def empty_model(
     """Make a model of this configuration with parameters on the meta device, and buffers with values on the CPU."""
     with _register_on_meta():
         model = new_model(config, dtype, architecture)
-    # The class keeps these parameters in another type than `dtype`.
+    set_dtypes(model, dtype)
+    return model
+
+
+def set_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give parameters and saved buffers the types that they have when transformers reads a folder in `dtype`.
+
+    A class keeps some in float32 where `dtype` is of 16 bits.
+    """
     other_dtypes = dict[str, torch.dtype]()
     if plan := model._get_dtype_plan(dtype):
         # The plan's keys are globs of names. Each is a named group of the pattern, and `globs` has the glob of a group.
@@ -34,7 +42,6 @@ def empty_model(
         other_dtypes = {name: plan[globs[str(match.lastgroup)]] for name, match in matches.items() if match}
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         tensor.data = tensor.data.to(other_dtypes.get(name, dtype if tensor.is_floating_point() else tensor.dtype))
-    return model
 
 
 def new_model(
