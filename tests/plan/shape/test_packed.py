@@ -126,11 +126,15 @@ def test_bytes_of_a_quantised_folder(config: dict[str, Any], size: float) -> Non
 
 def test_folders_that_hold_nothing_to_read() -> None:
     words: tuple[FrozenWeights, ...] = ("whole", "auto")
-    for config in (DENSE, quantized(DENSE, "gptq")):
+    of_v4: dict[str, Any] = quantized(GPT_OSS, "fp8", weight_block_size=[128, 128])
+    assert any(packed_weights_of_model(of_v4, "auto"))
+    for config in (DENSE, quantized(DENSE, "gptq"), of_v4 | {"expert_dtype": "fp4"}):
         assert not any(any(packed_weights_of_model(config, word)) for word in words)
         assert find_packed_form(config, "nf4") == NF4_FORM
     with pytest.raises(PlanError, match='"stored", and dict holds its weights whole, without a quantization_config'):
         find_packed_form(DENSE, "stored")
+    with pytest.raises(PlanError, match="holds its weights in fp8 with experts in fp4, which is not read; use nf4"):
+        find_packed_form(of_v4 | {"expert_dtype": "fp4"}, "stored")
     int4 = {"weights": {"num_bits": 4, "type": "int"}}
     for method, settings in (
         ("gptq", {}),

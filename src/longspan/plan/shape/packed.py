@@ -68,7 +68,8 @@ def find_packed_form(config: Any, frozen: FrozenWeights) -> PackedForm | None:
     if frozen == "auto":
         return None
     method = settings.get("quant_method")
-    form = f"in {method}, which is not read" if method else "whole, without a quantization_config"
+    experts = f" with experts in {settings['expert_dtype']}" if "expert_dtype" in settings else ""
+    form = f"in {method}{experts}, which is not read" if method else "whole, without a quantization_config"
     raise PlanError(f'model.frozen is "stored", and {read.where} holds its weights {form}; use nf4 or whole')
 
 

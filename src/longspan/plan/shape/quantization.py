@@ -125,19 +125,25 @@ NF4_FORM = PackedForm("nf4", "nf4", (StoredGroup(NF4),))
 
 
 def find_quantization_settings(config: Any) -> dict[str, Any]:
-    """Return the `quantization_config` of a configuration (an object or a dict), or of one of its parts; else {}."""
+    """Return the `quantization_config` of a configuration (an object or a dict), or of one of its parts; else {}.
+
+    DeepSeek-V4 names the type of its experts beside it: it is returned among the settings.
+    """
     values = cast(dict[str, Any], config if isinstance(config, dict) else vars(config))
     parts: list[Any] = [values, *values.values()]
     for part in parts:
-        is_dict = isinstance(part, dict)
-        stored: Any = cast(dict[str, Any], part).get(_KEY) if is_dict else getattr(part, _KEY, None)
+        values_of_part: Any = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+        stored: Any = values_of_part.get(_KEY)
+        experts: Any = values_of_part.get(_EXPERT_TYPE)
         settings: Any = stored.to_dict() if hasattr(stored, "to_dict") else stored
         if settings and isinstance(settings, dict):
-            return cast(dict[str, Any], settings)
+            of_experts: dict[str, Any] = {_EXPERT_TYPE: experts} if isinstance(experts, str) else {}
+            return of_experts | cast(dict[str, Any], settings)
     return {}
 
 
 _KEY = "quantization_config"
+_EXPERT_TYPE = "expert_dtype"
 
 
 def read_quantization(settings: Mapping[str, Any]) -> PackedForm:
@@ -170,6 +176,11 @@ def _last_words(names: Sequence[str]) -> frozenset[str]:
 
 
 def _read_fine_grained_float8(settings: Mapping[str, Any]) -> PackedForm:
+    if (experts := settings.get(_EXPERT_TYPE)) not in (None, "fp8"):
+        raise ModelError(
+            f"experts in {experts} beside float8 linears ({_EXPERT_TYPE}, as DeepSeek-V4's e2m1 with a scale for 32 "
+            f"numbers) are not read; {_ADVICE}"
+        )
     block = settings.get("weight_block_size")
     rows, columns = block or (0, 0)
     text = f"in blocks of {rows} × {columns}" if block else "with a scale for each weight"

@@ -294,6 +294,10 @@ def _int_settings(**changes: Any) -> dict[str, Any]:
 
 METHODS: dict[str, tuple[dict[str, Any], str]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4}, "weights of gptq are not read; use a folder in float8"),
+    "experts in 4 bits beside float8": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
+        "experts in fp4 beside float8 linears .* are not read; .* or dequantize this one",
+    ),
     "awq": ({"quant_method": "awq", "bits": 4}, "weights of awq are not read; .* or dequantize this one"),
     "a method without a name": ({"bits": 4}, "weights of None are not read"),
     **{
