@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     FineGrainedFP8Config,
     Gemma3Config,
@@ -210,6 +211,18 @@ def test_a_configuration_of_no_causal_model_is_refused(tmp_path: Path) -> None:
     for sharded in (False, True):
         with pytest.raises(ModelError, match=r"no model can be made of the T5Config of .*config.json: ValueError"):
             load_model(config=tmp_path, sharded=sharded)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("qwen9", "a later one may have it"), ("dory", "it needs 5.24: pip install")]
+)
+def test_a_model_type_that_this_transformers_lacks(kind: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.MonkeyPatch.context() as patch:
+        mapping: Any = CONFIG_MAPPING
+        patch.setattr(mapping, "_mapping", {name: kept for name, kept in mapping._mapping.items() if name != kind})
+        with pytest.raises(ModelError, match=rf"transformers [\d.]+\w* has no model type {kind}; {says}"):
+            load_model(tmp_path)
 
 
 def test_wrong_requests(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Nothing is downloaded.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
@@ -18,6 +20,7 @@ from longspan.errors import ModelError, plural
 from longspan.files import read_json
 from longspan.model.presets import PRESETS
 from longspan.model.weights.tokenizer_files import GENERATION
+from longspan.plan.shape.families import first_version
 from longspan.plan.shape.quantization import find_quantization_settings
 
 # Every from_pretrained of a folder gets these options.
@@ -110,6 +113,10 @@ def folder_error_text(error: Exception, instead: str) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return f"its auto_map names Python code of its own, and no code of a folder is run; {instead}"
+    if unknown := re.search(r"model type `([\w-]+)` but Transformers does not recognize", text):
+        since = first_version(unknown[1])
+        needed = f"it needs {since}: pip install 'transformers>={since}'" if since else "a later one may have it"
+        return f"transformers {transformers.__version__} has no model type {unknown[1]}; {needed}"
     if "weights_only" in text:
         return "its weights are a pickle with more than tensors in it, which may be code; give them as safetensors"
     return f"{type(error).__name__}: {text}"

@@ -307,3 +307,23 @@ def find_family(model_type: str | None) -> Family:
         if fnmatchcase(model_type or "", pattern):
             facts |= {name: fact for name, fact in vars(row).items() if fact != getattr(_DEFAULTS, name)}
     return Family(**facts)
+
+
+# The first version of transformers with language models of these types, where it is later than the oldest that
+# longspan runs with.
+_SINCE = {
+    "5.24": ("apertus1p5*", "dory", "exaone", "hy_v4_vl*", "inkling2_loop*", "lara_mini", "sarvam_m*"),
+    "5.23": ("dots3_note*", "granite_docling*", "inkling2*", "internlm3", "iquestcoder", "lfm3*"),
+    "5.22": ("mistral_large4*",),
+    "5.21": ("flint",),
+    "5.20": ("bailing_hybrid", "beam", "kolibri1", "molmo2*", "muse_spark*", "unlimited_ocr*"),
+    "5.18": ("nemotron_h_omni",),
+}
+
+
+def first_version(model_type: str) -> str:
+    """Return the first version of transformers with a model type; "" if it is as old as the oldest, or unknown."""
+    versions = (
+        version for version, patterns in _SINCE.items() if any(fnmatchcase(model_type, name) for name in patterns)
+    )
+    return next(versions, "")

@@ -132,7 +132,8 @@ def find_quantization_settings(config: Any) -> dict[str, Any]:
     values = cast(dict[str, Any], config if isinstance(config, dict) else vars(config))
     parts: list[Any] = [values, *values.values()]
     for part in parts:
-        values_of_part: Any = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+        is_dict = isinstance(part, dict)
+        values_of_part = cast(dict[str, Any], part if is_dict else getattr(part, "__dict__", {}))
         stored: Any = values_of_part.get(_KEY)
         experts: Any = values_of_part.get(_EXPERT_TYPE)
         settings: Any = stored.to_dict() if hasattr(stored, "to_dict") else stored
