@@ -68,5 +68,7 @@ def model_execution(model: nn.Module) -> Execution:
 
 
 def _mask_text(call: AttendCall) -> str:
+    if call.window_call is not None:
+        return "chosen entries" if call.indexed else f"entries of {call.stride:,} rows"
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"

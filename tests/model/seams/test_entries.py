@@ -184,6 +184,8 @@ def _on_two_ranks(rank: int, changes: dict[str, Any], exact: Answer) -> tuple[di
         found = dict[str, Any]()
         for change in each_mutated(changes):
             found[change] = parity.step_errors(case, model, case.plans["zigzag"], world)[0]
+        (_, of_entries) = model.execution.kernel_texts  # of rows, and of entries
+        assert "entries of 8 rows and entries of 4 rows and chosen entries" in of_entries
         shard = bind(plan_fixed(LENGTHS, home, cp=2).micro_batches[0], world)
         by_kernels = list[Tensor]()
         monkeypatch.setattr(

@@ -263,7 +263,7 @@ def checked_attend_calls(
         rate = attention_dropout(recorded_call.module)
         dropout = Dropout(rate, seed=0) if rate > 0 else None
         for layer_call in calls_of_layer:
-            calls[replace(layer_call, dropout=dropout, kernel=None, window_call=None)] = None
+            calls[replace(layer_call, dropout=dropout, kernel=None)] = None
     return tuple(calls)
 
 
