@@ -94,12 +94,17 @@ class EntryMembers(Members):
 
 
 def shard_entries(
-    shard: SequenceShard, *, stride: int, windows_before: int, window: int, most: int | None = None
+    shard: SequenceShard,
+    *,
+    stride: int,
+    windows_before: int = 0,
+    window: int | None = None,
+    most: int | None = None,
 ) -> tuple[EntryMembers, ...]:
     """Return who makes and shares the entries of each part of a shard; made at the first call, for all layers.
 
     An entry is made of a window of `stride` rows and of `windows_before` windows before it; rows see `window` rows
-    beside entries, and choose `most` of these where a document of the micro-batch has more.
+    beside entries (None: all), and choose `most` of these where a document of the micro-batch has more.
     """
     cache = cache_of(shard).entries
     key = stride, windows_before, window, most

@@ -46,11 +46,16 @@ POOLS = "model.seams.chosen_keys.pools"
 BLOCKS = "model.seams.chosen_keys.blocks"
 IN_POOLS = {
     "pools counted over packed rows": (
-        POOLS,
-        "torch.arange(first_row, first_row + pools * form.ratio)",
-        "torch.arange(pools * form.ratio) + first_row // form.ratio * form.ratio",
+        "layout.entries",
+        "position = window[:, None] * stride + np.arange(stride)",
+        "position = np.maximum(window[:, None] * stride + np.arange(stride) - runs.offset[run][:, None] % stride, 0)",
     ),
-    "pools of the first document": (POOLS, "first = first_pools[document]", "first = first_pools[0]"),
+    "rows of other ranks are left out of pools": (
+        "attention.entries",
+        "torch.cat([x, arrived, none])",
+        "torch.cat([x, none.expand(len(arrived), -1), none])",
+    ),
+    "pools of the first document": (POOLS, "members.entries.firsts[document]", "members.entries.firsts[0]"),
     "a pool before its last row": (POOLS, ">= (position + 1) // form.ratio", ">= (position + 2) // form.ratio"),
     "no rows after the last pool": (POOLS, "tail.masked_fill(tail > position, -1)", "tail.masked_fill(tail > -1, -1)"),
 }

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan.attention.attend import cached_members
-from longspan.attention.masks import Mask
-from longspan.attention.members import Members
-from longspan.comm import to_device
+from longspan.attention.entries import EntryMembers, shard_entries
 from longspan.comm.autograd import break_graphs_around
 from longspan.model.kinds import has_gated_pools
 from longspan.model.seams.chosen_keys.index_scores import can_score, choose_best_keys
-from longspan.model.seams.chosen_keys.row_runs import argument_rows, bind_arguments, gather_keys, row_runs
+from longspan.model.seams.chosen_keys.row_runs import argument_rows, bind_arguments, row_runs
 from longspan.model.seams.model_calls import require_one_row_shard
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.trial_shards import Probe, SeparateRows
@@ -121,8 +118,6 @@ class _GatedPools:
         return torch.cat([keys, gates, valid], -1)
 
     def pools(self, rows: Tensor) -> Tensor:
-        if not len(rows):
-            return rows.new_empty((0, self._indexer.head_dim))
         return self._indexer.get_pooled_states(rows.flatten(0, 1)[None])[0][0]
 
     def queries(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -199,30 +194,23 @@ def _choose_from_pools(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     width = (form.most + 1) * form.ratio - 1
     chosen = hidden.new_full((1, count, width), -1, dtype=torch.int32)
     rows_of_keys = form.key_rows(arguments)
-    for part in shard.parts:
-        members = cached_members(part, shard, Mask())
-        pools, first_pools = _gather_pools(form, rows_of_keys[part.start : part.stop], members)
+    for part, members in zip(shard.parts, shard_entries(shard, stride=form.ratio, most=form.most), strict=True):
+        pools = _gather_pools(form, rows_of_keys[part.start : part.stop], members)
         for document, part_rows, positions, _ in row_runs(members, -(-form.heads // form.ratio)):
             rows = slice(part.start + part_rows.start, part.start + part_rows.stop)
             queries = form.queries({name: argument_rows(x, count, rows) for name, x in arguments.items()})
-            first = first_pools[document]
+            first = int(members.entries.firsts[document])
             seen = pools[first : first + positions.stop // form.ratio]
             chosen[0, rows] = _choose_rows(form, *queries, seen, positions.start)
     return _hand_on(indexer, chosen)
 
 
-def _gather_pools(form: _PoolForm, rows: Tensor, members: Members) -> tuple[Tensor, list[int]]:
-    """Returns the pools of the group's documents, one document after another, and the number of each one's first."""
-    group = members.part.group
-    rows = gather_keys(rows, members)
-    counts = [length // form.ratio for length in group.lengths]
-    row_numbers, first_row, first_pool, first_pools = [], 0, 0, list[int]()
-    for laid_out, pools in zip(group.laid_out, counts, strict=True):
-        row_numbers.append(torch.arange(first_row, first_row + pools * form.ratio))
-        first_pools.append(first_pool)
-        first_row, first_pool = first_row + laid_out, first_pool + pools
-    index = to_device(torch.cat(row_numbers).numpy(), rows.device)
-    return form.pools(rows[index].unflatten(0, (first_pool, form.ratio))), first_pools
+def _gather_pools(form: _PoolForm, rows: Tensor, members: EntryMembers) -> Tensor:
+    """Each member makes the pools whose last row it holds, of its rows (T, C) and the few before them that others send.
+    Returns those of the group's documents (P, size), one document after another."""
+    none = rows.new_zeros((1, rows.shape[1]))
+    windows = members.lay_out_windows(rows, none).unflatten(0, (-1, form.ratio))
+    return members.gather(members.own_entries(form.pools(windows)))
 
 
 def _choose_rows(form: _PoolForm, q: Tensor, weights: Tensor, pools: Tensor, first_position: int) -> Tensor:
