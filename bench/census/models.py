@@ -129,7 +129,7 @@ def head_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
         softcap = bool(values.get("attn_logit_softcapping"))
         has_window = kind in ("sliding_attention", *_WITH_ENTRIES)
         entry = {"query": query, "value": value, "window": has_window, "softcap": softcap}
-        entry |= {"indexed": True} if kind == "indexed_attention" else {}
+        entry |= {"indexed": True} if kind in _INDEXED else {}
         kinds += [entry] if query and entry not in kinds else []
         # Beside a window of rows, entries are chosen as latents are.
         chosen = entry | {"window": False, "indexed": True, "latents": True}
@@ -137,7 +137,8 @@ def head_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return kinds
 
 
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "attention", "indexed_attention")
+_INDEXED = ("indexed_attention", "minimax_m3_sparse")
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "attention", *_INDEXED)
 _WITH_ENTRIES = ("compressed_sparse_attention", "heavily_compressed_attention")
 
 
