@@ -62,8 +62,8 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"indexed_attention|compressed|_sparse'",
         "chosen keys",
-        "Its rows choose keys, pools or blocks of keys, or entries, in a way that is not known. Use a model that chooses "
-        "[as these do](attention.md#chosen-keys), or an earlier one of its family.",
+        "Its rows choose keys, pools or blocks of keys, or entries, in a way that is not known. Use a model that "
+        "chooses [as these do](attention.md#chosen-keys), or an earlier one of its family.",
     ),
     (
         r"cross.?attention|encoder_attn|cross_attn",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from longspan import Layout, World, bind, plan_dynamic, plan_fixed
@@ -269,3 +270,35 @@ def test_what_is_left_out_is_noticed_in_gradients() -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_chosen_as_the_class_does_at_every_degree(ranks: int) -> None:
     _check_on_ranks(ranks, {family: {} for family in HERE})
+
+
+def _logits(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids[None], use_cache=False, **more).logits[0]
+
+
+@pytest.mark.whole
+@pytest.mark.skipif("glm5_next" not in HERE, reason="this transformers has no such class")
+def test_the_stock_class_without_rows_after_the_last_pool_sees_later_ones() -> None:
+    ids = torch.arange(30)
+    other = torch.cat([ids[:-1], ids[:1]])
+    for tail, leaks in ((True, False), (False, True)):
+        # In float64 a mask of the least number would become −∞ by a score.
+        model = _model("glm5_next").float()
+        for indexer in find_indexers(model).values():
+            indexer.index_kpool_always_select_tail = tail  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        change = (_logits(model, ids)[0] - _logits(model, other)[0]).abs().max().item()
+        assert change > 1e-3 if leaks else change == 0.0, (tail, change)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", HERE)
+def test_the_stock_class_is_wrong_on_packed_rows(family: str) -> None:
+    """Positions alone tell it where documents begin: its pools and blocks, or its mixers, do not."""
+    model = _model(family).float()
+    first, second = torch.arange(37), torch.arange(20, 61)
+    positions = torch.cat([torch.arange(37), torch.arange(41)])[None]
+    packed = _logits(model, torch.cat([first, second]), position_ids=positions)
+    alone = torch.cat([_logits(model, first), _logits(model, second)])
+    errors = [(x - y).norm() / y.norm() for x, y in zip(packed.split([37, 41]), alone.split([37, 41]), strict=True)]
+    assert errors[0] < 1e-5 and errors[1] > 0.1, errors
