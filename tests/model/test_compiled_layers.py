@@ -145,7 +145,7 @@ def test_experts_mixers_adapters_tiles_and_float8_run_in_and_between_graphs(case
     with float8_on_cpus() if case == "float8" else nullcontext(), World(Layout(ranks=1)) as world:
         error, model = take_both(make, world, graphs, how)
         layers = len(decoder_layers(model))
-        assert case not in PRESETS or model_execution(model).compiled == f"{layers} layers around attention"
+        assert case not in PRESETS or model_execution(model).words["compiled"] == f"{layers} layers around attention"
     assert error <= limit and graphs.made[0] == 0 and graphs.made[1] in of_layers
 
 

@@ -61,7 +61,7 @@ class FrozenNorms(Feature):
 
     def refuse(self, model: PreTrainedModel) -> None:
         self._names = [name for name, _ in model.named_parameters() if name.endswith("norm.weight")]
-        self.description["latents"] = f"{len(self._names)} norms are frozen"
+        self.words["latents"] = f"{len(self._names)} norms are frozen"
         if "qwen3" not in model.config.model_type:
             raise ModelError(f"{type(model).__name__} has norms of another name; leave them trained")
 
@@ -101,7 +101,7 @@ def test_a_feature_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPatch, world: 
     CALLED.clear()
     model = prepare(load_model(preset="qwen3-tiny", vocab_size=64), world)
     run_step(model, plan_fixed([9], world.home, cp=1), [torch.arange(9) % 60], world)
-    assert [*METHODS] == CALLED and model_execution(model).latents == "9 norms are frozen"
+    assert [*METHODS] == CALLED and model_execution(model).words["latents"] == "9 norms are frozen"
     assert {name for name, p in model.named_parameters() if p.grad is None} == {
         name for name, _ in model.named_parameters() if name.endswith("norm.weight")
     }

@@ -337,7 +337,7 @@ def test_the_arena_is_of_exact_size_and_given_back() -> None:
         assert store.arena.bytes == bytes_in_use(store.arena) == expected and store.arena.parts == 1
         take_steps(ONE, world, model, optimizer, range(2))
         assert store.arena.bytes == expected
-        assert "weights of" in model.execution.host and "gradients of" in model.execution.host
+        assert "weights of" in (words := model.execution.words["on the host"]) and "gradients of" in words
         (part,) = store.arena._parts
         begin, alive = part.memory.data_ptr(), weakref.ref(part)
         for parameter in model.parameters():

@@ -346,12 +346,12 @@ def drop_absent_moments(
     saved_moments = names_with_moments(saved)
     updated = {name: p for name, p in model.named_parameters() if name in local_moments}
     absent = [name for name in updated if name not in saved_moments]
-    frozen = [name for name in absent if name not in settings]
+    not_updated = [name for name in absent if name not in settings]
     local_settings = setting_names_by_parameter(tensors["optimizer"])
     other_settings = [
         name for name in absent if not saved_moments and name in settings and settings[name] != local_settings[name]
     ]
-    reports = world.control.gather_objects((frozen, other_settings), "moments of a checkpoint")
+    reports = world.control.gather_objects((not_updated, other_settings), "moments of a checkpoint")
     if all_frozen := sorted({name for names, _ in reports for name in names}):
         raise CheckpointError(
             f"checkpoint {path} has no moments of {plural(len(all_frozen), 'parameter')} that this optimizer updates "

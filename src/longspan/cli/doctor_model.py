@@ -63,6 +63,8 @@ def prove_model(
     ModelError where no small copy of the model can be made.
     """
     began = time.perf_counter()
+    from longspan.doctor.frozen import adapter_text, widen_rows
+
     config = find_configuration(name)
     if prints_results():
         print(f"comparing a small copy of {name} with the stock one: a minute or more", file=sys.stderr, flush=True)
@@ -75,8 +77,6 @@ def prove_model(
         small_config = shrink_configuration(config, true_heads=true_heads, images=reads_images(config))
         cases = _choose_cases(case_set, processes, config)
         if form:
-            from longspan.doctor.frozen import widen_rows
-
             small_config = widen_rows(small_config, form)
             cases = [case for case in cases if not case.encoder]
         models.append(_proof_facts(config, small_config, processes))
@@ -93,7 +93,7 @@ def prove_model(
             copies = (
                 f"{copy['model_type']}, a small copy ({copy['layers']} layers, hidden size {copy['hidden_size']}) on "
                 f"{plural(copy['ranks'], 'rank')} ({copy['backend']})"
-                f"{f', with an adapter over weights in {form.frozen}' if form else ''}"
+                f"{adapter_text(form)}"
                 for copy in models
             )
             print(proof_text(proof, [*copies, *filter(None, [models[-1]["videos"]])], seconds))

@@ -43,6 +43,13 @@ def form_of_config(config: RunConfig) -> Form:
     return Form(**values)
 
 
+def keys_of_states_on_host(config: RunConfig) -> list[str]:
+    """Return the keys that are true and by which moments wait on the host; adapters, and theirs, stay on the device."""
+    form = form_of_config(config)
+    keys = {"offload_optimizer_states": True, "offload_weights": not config.lora.rank}
+    return [FORM_KEYS[name] for name, moves in keys.items() if moves and getattr(form, name)]
+
+
 def chooses_memory(train: TrainConfig, *, gpu: bool) -> bool:
     """Return whether a plan of memory chooses how a run saves memory; on CPUs only with `device_memory_limit`."""
     return train.plan_memory and (gpu or train.device_memory_limit > 0)

@@ -21,6 +21,11 @@ _WIDTHS = ("hidden_size", "intermediate_size", "_lora_rank", "latent_size")
 _RANK = 4
 
 
+def adapter_text(form: Form | None) -> str:
+    """In words, which follow those of a small copy, over what its adapter is trained; "" without one."""
+    return f", with an adapter over weights in {form.frozen}" if form else ""
+
+
 def widen_rows(config: PreTrainedConfig, form: Form) -> PreTrainedConfig:
     """Return a copy of a small configuration whose linears have rows that can be packed as the form says. Raises
     ModelError where a model of such sizes cannot be made, or its rows cannot be packed all the same.

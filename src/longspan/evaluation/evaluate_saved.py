@@ -249,8 +249,8 @@ class _Evaluator:
             if self.world.device.type == "cuda":
                 self.log(str(self.starts))
         weights = fit.checked.subject.weights
-        if weights.base and (frozen := model_execution(model).frozen):
-            self.log(f"{weights.title}: the base model over the values that the adapter stands on, {frozen}")
+        if weights.base and (values := model_execution(model).words.get("frozen")):
+            self.log(f"{weights.title}: the base model over the values that the adapter stands on, {values}")
         with StopSignal() as stop, disable_adapter(model) if weights.base else nullcontext():
             sets = tuple(self._evaluate_sets(fit, model, step, cost, stop))
         return SubjectResult(weights, fit.config, sets, fit.changes, self.losses.text)

@@ -22,6 +22,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.dtypes import compute_dtype_name
 from longspan.config.keys import AUTO
+from longspan.config.memory_keys import form_of_config
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import CorpusDocuments
 from longspan.errors import DataError, ModelError, plural
@@ -131,7 +132,8 @@ def _digest(config: RunConfig, configuration: PreTrainedConfig, device: str) -> 
     built = {name: value for name, value in sorted(built.items()) if decides_numbers(name)}
     # Random weights of one configuration are others on another kind of device, and of a tiny preset.
     weights = weight_sums(Path(model.path)) if model.path else [model.preset_name, config.train.seed, device]
-    values = [built, weights, model.dtype, compute_dtype_name(model, device), model.frozen, config.train.float8]
+    arithmetic = form_of_config(config).arithmetic
+    values = [built, weights, model.dtype, compute_dtype_name(model, device), *arithmetic]
     values.append(config.data.share_prefixes)  # shared or not, float32 and bfloat16 round differently
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

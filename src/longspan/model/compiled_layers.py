@@ -56,7 +56,7 @@ class CompiledFeature(Feature):
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
         """Compile the layers here, and describe what was compiled."""
         if self._parts != "none":
-            self.description["compiled"] = compile_layers(models)
+            self.words["compiled"] = compile_layers(models)
 
 
 def choose_compiled_parts(word: str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:

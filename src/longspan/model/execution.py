@@ -3,7 +3,8 @@
 It is decided in `sharding.py` and by the probe; nothing here changes it.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ class Execution:
     """Types of parameters, of arithmetic and of sums of gradients, and the different attention calls of the layers.
 
     `kernel` is the one requested by name (None: each call takes the first that can); `mixers` counts state-space
-    layers. In words ("" for nothing): `float8` and `compiled` say what computes so, `latents` which layers gather
-    latents and from what length on, `frozen` which weights lie in 4 or 8 bits, `host` what waits on the host.
+    layers. `words` are what features say that they did, by the label under which a run prints it.
     """
 
     parameter_dtype: torch.dtype
@@ -27,11 +27,7 @@ class Execution:
     calls: tuple[AttendCall, ...]
     kernel: str | None = None
     mixers: int = 0
-    float8: str = ""
-    compiled: str = ""
-    latents: str = ""
-    frozen: str = ""
-    host: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kernel_texts(self) -> tuple[str, ...]:

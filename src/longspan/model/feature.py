@@ -42,7 +42,9 @@ class Feature:
         """Take the call. A feature that has options of its own checks them here, and raises for wrong ones."""
         self.world: World = call.world
         self.options: PrepareOptions = call.options
-        self.description: dict[str, Any] = {}  # fields of the Execution
+        # What the Execution of the model says of the feature, by label, and other fields of it.
+        self.words: dict[str, str] = {}
+        self.description: dict[str, Any] = {}
 
     def checks_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context around all checks, which changes what they must find, and takes it back if one raises."""

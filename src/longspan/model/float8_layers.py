@@ -103,7 +103,7 @@ class Float8Feature(Feature):
         layer_numbers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
         experts_text = f", experts of {len(experts)} layers" if experts else ""
         percent = 100 * float8_numbers / layer_numbers
-        self.description["float8"] = (
+        self.words["products"] = (
             f"float8 by rows: {len(linears)} linears{experts_text}, {percent:.1f} % of the layers' weights"
         )
 

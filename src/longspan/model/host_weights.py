@@ -309,11 +309,11 @@ class HostWeightsFeature(Feature):
         for group, waiting in groups.items():
             if waiting:
                 HostGroup(hook_group(group), waiting, store)
-        self.description["host"] = f"weights of {bytes_text(weights)}"
+        self.words["on the host"] = f"weights of {bytes_text(weights)}"
         gradients = sum(sum(sizes[1:]) for sizes in sizes_of_parameters)
         # Under an adapter frozen weights alone wait, so that there are no gradients.
         if gradients:
-            self.description["host"] += f" and gradients of {bytes_text(gradients)}"
+            self.words["on the host"] += f" and gradients of {bytes_text(gradients)}"
 
     def _belongs_on_host(self, parameter: Any) -> bool:
         if find_packed_weight(*owner_of(parameter)) is not None:

@@ -196,7 +196,7 @@ def prepare_language_model(
         feature.finish(prepared, models)
     prepared.call_rules = rules
     for feature in features:
-        execution = replace(execution, **feature.description)
+        execution = replace(execution, words={**execution.words, **feature.words}, **feature.description)
     prepared.execution = execution
     guard_prepared_model(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.

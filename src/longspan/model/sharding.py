@@ -7,12 +7,14 @@ here divides. Behind it stands what the passes of a step gather, free and sum, b
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _take_tensors
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -41,6 +43,21 @@ _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()
 _SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
 
 
+def shard_module(
+    module: nn.Module | list[nn.Module],
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    policy: MixedPrecisionPolicy,
+    **arguments: Any,
+) -> None:
+    """Shard a module's parameters over a mesh by FSDP2, which frees gathered ones as `sharding` says; `arguments` are
+    others of `fully_shard`. All ranks of the mesh call it together.
+    """
+    fully_shard(
+        module, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward, mp_policy=policy, **arguments
+    )
+
+
 def shard_over_slots(
     blocks: Iterable[nn.Module | list[nn.Module]],
     world: World,
@@ -60,7 +77,7 @@ def shard_over_slots(
     frees = sharding.reshard_after_forward
     block_policy = replace(policy, cast_forward_inputs=cast_block_inputs)
     for block in blocks:
-        fully_shard(block, mesh=world.meshes.fsdp, reshard_after_forward=frees, mp_policy=block_policy)
+        shard_module(block, world.meshes.fsdp, sharding, block_policy)
     fully_shard(root, mesh=world.meshes.fsdp, mp_policy=policy)
     for module in fsdp_modules(root):
         # gloo has no premultiplied sum, which a divide factor would need

@@ -118,6 +118,11 @@ class Form:
             texts.append(f", segments of {plural(layers, 'layer')}")
         return "".join(texts)
 
+    @property
+    def arithmetic(self) -> tuple[str, str]:
+        """What of the form changes numbers: how frozen weights are stored, and in what layers multiply."""
+        return self.frozen, self.float8
+
     def trained_on_host(self, *, trains_all: bool) -> bool:
         """Whether trained weights wait on the host, with their gradients and states: all but adapters."""
         return self.offload_weights and trains_all

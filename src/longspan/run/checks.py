@@ -14,6 +14,7 @@ from longspan.checkpoint.files import require_local_root
 from longspan.config.defaults import encoder_is_given
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, section_keys
 from longspan.config.loss_arguments import loss_arguments
+from longspan.config.memory_keys import keys_of_states_on_host
 from longspan.config.plan_section import EvalConfig, name_of_key
 from longspan.config.sections import RANDOM, RunConfig, held_out_set, section_kinds
 from longspan.config.text_values import BestFigure, NamedGroup
@@ -306,9 +307,7 @@ def check_optimizer(config: RunConfig) -> None:
             )
         groups = parameter_groups(matrix, optimizer.class_, optimizer.weight_decay, None, named_groups)
         choice.build(groups)  # does it accept its arguments?
-    offload_keys = ["train.offload_optimizer_states"] if config.train.offload_optimizer_states else []
-    if config.train.offload_weights and not config.lora.rank:  # adapters, and their moments, stay on the device
-        offload_keys.append("train.offload_weights")
+    offload_keys = keys_of_states_on_host(config)
     if offload_keys and (optimizer.moments or optimizer.class_ not in UPDATES_PARTS):
         moments = f" with optimizer.moments = {optimizer.moments!r}" if optimizer.moments else ""
         raise ConfigError(

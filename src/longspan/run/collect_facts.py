@@ -115,12 +115,8 @@ def _fact_lines(
     yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.options.types))}; kernel {kernels}"
     depths = f"{plural(mtp.num_layers, 'depth')} of multi-token prediction, loss weight {mtp.loss_scaling_factor:g}"
     optional = {
-        "frozen": execution.frozen,
-        "on the host": execution.host,
-        "products": execution.float8,
+        **execution.words,
         "mixers": mixers_text(execution, run.world.device, config.context.partition) if execution.mixers else "",
-        "compiled": execution.compiled,
-        "latents": execution.latents,
         "mtp": depths if mtp.num_layers else "",
         "encoder": _encoder_text(run, run.model) if isinstance(run.model, MultimodalModel) else "",
         "scores": "" if run.corpus.labels is None else _scores_text(run, run.corpus.labels.shape[1]),
@@ -207,7 +203,7 @@ def _count_by_pattern(run: TrainingRun) -> dict[str, int]:
     """Entered by all ranks. A trained parameter counts for the one group that gets it, a frozen one for each pattern
     of train.freeze that it meets."""
     groups = {text: NamedGroup.from_text(text) for text in run.config.optimizer.groups}
-    frozen = run.config.train.freeze
+    frozen_patterns = run.config.train.freeze
     names = names_of_parameters(run.model)
     counts = Counter[str]()
     for parameter in counted_parameters(run.model):
@@ -215,7 +211,11 @@ def _count_by_pattern(run: TrainingRun) -> dict[str, int]:
             group = find_named_group([*groups.values()], names[parameter])
             met = [text for text, named_group in groups.items() if named_group is group]
         else:
-            met = [pattern for pattern in frozen if any(meets_any([pattern], name) for name in names[parameter])]
+            met = [
+                pattern
+                for pattern in frozen_patterns
+                if any(meets_any([pattern], name) for name in names[parameter])
+            ]
         counts.update(dict.fromkeys(met, parameter.numel()))
     by_stage = dict(run.world.control.gather_objects((run.world.coordinates.pp, counts)))
     return sum(by_stage.values(), Counter[str]())

@@ -61,7 +61,7 @@ def answer(rank: int, home: Home) -> tuple[float, float, dict[str, torch.Tensor]
     documents, prepared = texts(LENGTHS), prepare if home.layout.slots == 1 else prepare_untried
     with float8_on_cpus(), World(home.layout, backend=backend()) as world:
         model = prepared(random_model(home.experts), world, float8="rowwise", **home.options)
-        assert "float8 by rows" in model_execution(model).float8
+        assert "float8 by rows" in model_execution(model).words["products"]
         plan = plan_fixed(LENGTHS, home.layout, cp=home.cp, max_tokens_per_slot=40)
         evaluated = evaluate(model, documents, plan, world).loss
         return run_step(model, plan, documents, world).loss, evaluated, gradients_of(model)
@@ -132,7 +132,7 @@ def test_adapters_are_trained_over_frozen_weights_in_float8() -> None:
             continue
         with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
             prepared = prepare(model, world, float8="rowwise")
-            assert "float8 by rows: 14 linears" in model_execution(prepared).float8
+            assert "float8 by rows: 14 linears" in model_execution(prepared).words["products"]
             plan = plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=40)
             results.append((run_step(prepared, plan, documents, world).loss, gradients_of(prepared)))
     (loss, gradients), (of_step, some) = results
@@ -156,7 +156,7 @@ def test_routers_gates_and_decays_stay_as_they_are(preset: str) -> None:
     assert {re.sub(r".*\.layers\.\d+\.\w+\.", "", name) for name in others - {"lm_head"}} == {*left}
     with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
         prepared = prepare_untried(model, world, float8="rowwise")
-        assert ("experts of" in model_execution(prepared).float8) is bool(experts)
+        assert ("experts of" in model_execution(prepared).words["products"]) is bool(experts)
         assert sum(find_float8_weight(m, "down_proj") is not None for m in prepared.modules()) == experts
 
 

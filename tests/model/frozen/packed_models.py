@@ -66,7 +66,7 @@ def two_steps(peft_model: Any, world: World, frozen: str) -> Steps:
     assert bool(packed_weights(model)) == (frozen != "whole")
     plan = plan_fixed(LENGTHS, world.home, cp=world.home.slots, max_tokens_per_slot=32)
     losses = [run_step(model, plan, texts(LENGTHS), world).loss for _ in range(2)]
-    return losses, gradients_of(model), model_execution(model).frozen
+    return losses, gradients_of(model), model_execution(model).words.get("frozen", "")
 
 
 def are_equal(steps: Steps, expected: Steps) -> bool:

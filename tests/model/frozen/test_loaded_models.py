@@ -190,7 +190,7 @@ def _compare_loaded(rank: int, folder: str, kind: str, layout: Layout, saved: st
             losses += [run_step(prepared, plan, texts(LENGTHS), world).loss for _ in range(2)]
             gradients.append(gradients_of(prepared))
             if packed:
-                assert ("int8" if kind == "int8" else "bitsandbytes nf4") in model_execution(prepared).frozen
+                assert ("int8" if kind == "int8" else "bitsandbytes nf4") in model_execution(prepared).words["frozen"]
                 save_model(prepared, Path(saved), world)
                 weights = dict(weights_by_name(prepared, world))
             else:

@@ -110,17 +110,17 @@ def run_experts(experts: nn.Module, x: Tensor, loads: ExpertLoads) -> Tensor:
     if not len(x):  # a slot of padding alone
         weights = [weight for weight in (up, up_bias, down, down_bias, *adapters) if weight is not None]
         return _NoRows.apply(x, *weights)  # pyright: ignore[reportReturnType]
-    grouped = can_group_products(x, up, down, *adapters, float8=float8_up is not None)
+    grouped = can_group_products(x, up, down, *adapters, in_float8=float8_up is not None)
     # Both layers need the counts, so the device is read once.
     if not grouped:
         loads = ExpertLoads(loads.device, loads.host_counts())
     multiply = partial(_multiply_by_experts, loads=loads, grouped=grouped)
 
     def multiply_and_adapt(
-        x: Tensor, weight: Tensor, bias: Tensor | None, float8: Any, adapter: _Adapter | None
+        x: Tensor, weight: Tensor, bias: Tensor | None, codes: Any, adapter: _Adapter | None
     ) -> Tensor:
         """Multiply by one of the experts' two matrices, and add what an adapter adds."""
-        y = multiply(x, weight, bias, float8, transposed=module.is_transposed)
+        y = multiply(x, weight, bias, codes, transposed=module.is_transposed)
         if adapter is None:
             return y
         first, second, scaling = adapter
@@ -210,9 +210,9 @@ def _multiply_by_experts(
     return y + bias[torch.searchsorted(ends, rows, right=True)]
 
 
-def can_group_products(x: Tensor, *weights: Tensor, float8: bool = False) -> bool:
-    """Return whether one product does all experts for these rows (S, D) and weights (e, …, …), with `float8` in it."""
-    if not x.is_cuda or (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8):
+def can_group_products(x: Tensor, *weights: Tensor, in_float8: bool = False) -> bool:
+    """Return whether one product does all experts for these rows (S, D) and weights (e, …, …), in float8 or not."""
+    if not x.is_cuda or (in_float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8):
         return False
     in_bfloat16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
     aligned = all(size % _ALIGNED_ELEMENTS == 0 for weight in weights for size in weight.shape[1:])

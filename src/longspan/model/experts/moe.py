@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -33,6 +33,7 @@ from longspan.model.feature import Feature
 from longspan.model.kinds import choosing_routers, expert_modules
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.trial_shards import Probe
+from longspan.model.sharding import shard_module
 from longspan.model.weights.empty_model import copy_to_device
 from longspan.plan.shape.model_shape import experts_missing_text
 
@@ -276,11 +277,11 @@ class ExpertFeature(Feature):
                         copy_to_device(part, world.device), world.meshes.ep, [Shard(0)], run_check=False
                     )
                     experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
-            fully_shard(
+            shard_module(
                 experts,
-                mesh=mesh,
-                reshard_after_forward=sharding.reshard_after_forward,
-                mp_policy=policy,
+                mesh,
+                sharding,
+                policy,
                 # No name for messages is needed, as `refuse` has raised them.
                 shard_placement_fn=lambda parameter: Shard(_choose_shard_dim("", parameter.shape, home)),
             )

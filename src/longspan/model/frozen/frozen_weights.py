@@ -126,7 +126,7 @@ class FrozenFeature(Feature):
                 module.weight = nn.Parameter(values, requires_grad=False)
         sizes = packed_sizes(model, formats)
         names = " and ".join(sorted({packed.name for packed in formats.values()}))
-        self.description["frozen"] = (
+        self.words["frozen"] = (
             f"{names}: {plural(len(formats), 'weight')} of decoder layers, {100 * sizes.share:.1f} % of the "
             f"model's numbers, {bytes_text(sizes.packed_bytes)} in place of {bytes_text(sizes.whole_bytes)} in "
             f"{str(model.dtype).removeprefix('torch.')}"

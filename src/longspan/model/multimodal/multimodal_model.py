@@ -61,7 +61,7 @@ class Encoder:
     in_spans: bool = False
 
     @property
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Whether no parameter requires a gradient."""
         return not any(parameter.requires_grad for parameter in self.module.parameters())
 
@@ -237,7 +237,11 @@ class _SpliceHook:
         shard = running_layer().shard
         if not isinstance(shard, SequenceShard):
             return embeddings
-        if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):
+        if (
+            torch.is_grad_enabled()
+            and not embeddings.requires_grad
+            and not all(x.is_frozen for x in self._encoders)
+        ):
             # Under a frozen language model all ranks enter its backward pass, also those that got no rows.
             embeddings = embeddings.detach().requires_grad_()
         return splice_rows(embeddings, shard, self._ahead)

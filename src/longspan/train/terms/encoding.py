@@ -96,7 +96,7 @@ class ModalityPass:
     @cached_property
     def trains(self) -> bool:
         """Whether gradients come back to the encoder."""
-        return self.training and not self.encoder.frozen
+        return self.training and not self.encoder.is_frozen
 
     @cached_property
     def waves(self) -> list[_LocalWave]:

@@ -72,5 +72,5 @@ def _encoding_key(
     model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int
 ) -> tuple[object, ...]:
     """The key holds all that waves depend on, and which encoders are frozen: a caller may freeze one in between."""
-    frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
-    return plan.digest(), table.digest(), backward, depths, frozen
+    are_frozen = tuple(encoder.is_frozen for encoder in model.encoder_settings.values())
+    return plan.digest(), table.digest(), backward, depths, are_frozen

@@ -91,7 +91,8 @@ class IndexerFeature(Feature):
         """Say in the description which layers gather latents, and from what length of a document on."""
         dtype = self.options.sharding(self.world).compute_dtype_of(model)
         indexed = [m for m in model.modules() if attends_to_chosen_keys(m) and hasattr(m, "expand_kv")]
-        self.description["latents"] = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
+        text = latents_text(indexed, self.options.attention_kernel, dtype, self.world.device)
+        self.words["latents"] = text
 
 
 def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
