@@ -42,7 +42,7 @@ def _train(run: Run, model: Any, frozen: str, **changes: Any) -> Any:
     )
     trainer.train()
     if run.longspan is not None:
-        run.kept["frozen"] = model_execution(trainer._facade.inner_model).words["frozen"]
+        run.kept["frozen"] = model_execution(trainer._facade.inner_model).words.get("frozen", "")
         assert run.kept["frozen"].startswith(frozen) and bool(frozen) == bool(run.kept["frozen"])
     return trainer
 
