@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
+    DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -43,16 +44,20 @@ _DELTA_NET |= {"linear_value_head_dim": 32, "shared_expert_intermediate_size": 1
 _DELTA_NET |= {"layer_types": ["linear_attention", "full_attention"]}
 _MAMBA2: dict[str, Any] = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1}
 _MAMBA2 |= {"mamba_expand": 2, "attn_layer_indices": [1]}
+_LATENT: dict[str, Any] = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+_LATENT |= {"head_dim": 16, "v_head_dim": 24, "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 2}
+_LATENT |= {"topk_group": 1, "moe_intermediate_size": 192, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, _DENSE),
     "llama": (LlamaConfig, _DENSE),
     "gemma3": (Gemma3TextConfig, _DENSE | {"sliding_window": 64}),
     "qwen3-moe": (Qwen3MoeConfig, _DENSE | _EXPERTS),
     "gpt-oss": (GptOssConfig, _HYBRID | _GPT_OSS | {"sliding_window": 64}),
+    "deepseek-v3": (DeepseekV3Config, _DENSE | _LATENT),
     "bamba": (BambaConfig, _HYBRID | _MAMBA2),
     "qwen3-next": (Qwen3NextConfig, _HYBRID | _EXPERTS | _DELTA_NET),
 }
-DENSE, EXPERTS, HYBRIDS = ("qwen3", "llama", "gemma3"), ("qwen3-moe", "gpt-oss"), ("bamba", "qwen3-next")
+DENSE, EXPERTS, HYBRIDS = ("qwen3", "llama", "gemma3"), ("qwen3-moe", "gpt-oss", "deepseek-v3"), ("bamba", "qwen3-next")
 
 
 def config_of(family: str) -> PreTrainedConfig:

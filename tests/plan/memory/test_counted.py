@@ -78,13 +78,13 @@ def _peak(needs: MemoryNeeds, word: str) -> int:
 @pytest.mark.parametrize(
     ("family", "word"),
     [
-        *((f, "none") for f in ("qwen3", "gpt-oss", "bamba")),
+        *((f, "none") for f in ("qwen3", "gpt-oss", "bamba", "deepseek-v3")),
         *(pytest.param(f, "none", marks=pytest.mark.whole) for f in ("gemma3", "qwen3-moe", "qwen3-next")),
         ("qwen3", "selective"),
     ],
 )
 def test_layers_keep_what_is_planned(world: World, family: str, word: str) -> None:
-    """Daily of a dense model, of experts and of a hybrid; tests below have gemma3, qwen3-moe and qwen3-next."""
+    """Daily of one of each kind of layers; tests below have gemma3, qwen3-moe and qwen3-next."""
     needs, counted = _compare(world, family, word)
     once = _ONCE * (family in EXPERTS)
     if word == "none":  # the last layer's input is gone

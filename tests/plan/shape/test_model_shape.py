@@ -52,6 +52,17 @@ FAMILIES = {  # with the width of their MLPs
     "gpt_bigcode": {},
     "nemotron": {"intermediate_size": 100, "num_key_value_heads": 4},
     "opt": {"ffn_dim": 100, "word_embed_proj_dim": 64},
+    "deepseek_v3": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 24,
+        "intermediate_size": 100,
+        "first_k_dense_replace": 1,
+    },
     **{family: {"intermediate_size": 100} for family in ("biogpt", "gpt_neox", "phi", "starcoder2", "llama")},
 }
 ALIKE = {"gpt_bigcode", "biogpt", "gpt_neox", "phi"}  # in their rows: gpt2 and starcoder2 stand for them daily

@@ -24,7 +24,9 @@ from longspan.plan.shape.layers import (
     attention_widths,
     experts_per_token,
     feed_forward_weights,
+    has_latent_attention,
     key_value_heads,
+    latent_widths,
     read_mixer_shape,
 )
 
@@ -62,7 +64,7 @@ def slot_loads(
     without micro-batches have one load of one row. "auto" is the type that the machine expects to be fastest.
     """
     heads = read.count("num_attention_heads")
-    head_dim = read.count("head_dim", "attention_head_dim") or read.count("hidden_size") // max(1, heads)
+    head_dim = max(1, attention_widths(read).query // heads) if heads else 1
     call = AttentionCall(
         heads=max(1, heads // tp),
         kv_heads=max(1, key_value_heads(read) // tp),
@@ -230,6 +232,8 @@ class LayerTable:
         name the gate: its width follows from the weights counted beyond the four projections.
         """
         read = self.read
+        if has_latent_attention(read):
+            return self._latent_attention_part()
         tp = self.tp
         widths = attention_widths(read)
         query = widths.query / tp
@@ -252,6 +256,25 @@ class LayerTable:
             and (self.lean or not self.load.exchanged_rows)
         )
         return part + replace(call, saved=call.saved - self.bytes_of_rows(query) * is_shared)
+
+    def _latent_attention_part(self) -> LayerPart:
+        """Narrow rows and their norms are whole on every tensor-parallel rank. Heads' values lie beside the keys from
+        which they are projected, which stay with them."""
+        widths = latent_widths(self.read)
+        heads = self.read.count("num_attention_heads") / self.tp
+        mean = attention_widths(self.read).query / self.tp  # of queries, keys, values and output
+        if widths.query_rank:
+            part = self.linears_part(self.hidden_size, "q_a_proj", "kv_a_proj_with_mqa")
+            part += self.norm_part(widths.query_rank) + self.linears_part(widths.query_rank, "q_b_proj")
+        else:
+            part = self.linears_part(self.hidden_size, "q_proj", "kv_a_proj_with_mqa")
+        part += self.norm_part(widths.rank) + self.linears_part(widths.rank, "kv_b_proj")
+        projected = self.linears_part(widths.value / self.tp, "o_proj")
+        call = self.attention_call_part(mean, mean, heads, heads)
+        out = self.bytes_of_rows(widths.value / self.tp)
+        is_shared = projected.saved >= out and (self.lean or not self.load.exchanged_rows)
+        attention = call.attention - self.bytes_of_rows(mean) + out
+        return part + projected + replace(call, saved=call.saved - out * is_shared, attention=attention)
 
     def head_exchange_slices(self) -> tuple[int, int, int]:
         """Return in how many slices queries are exchanged, in how many keys and values, and how often each key/value
@@ -353,6 +376,7 @@ class LayerTable:
         probabilities = self.bytes_of_rows(0 if own_gate else experts, WIDE)
         router = LayerPart(
             self.bytes_of_rows(self.hidden_size) * trained
+            + self.bytes_of_rows(self.hidden_size, WIDE) * (trained and read.family.wide_router)
             + self.bytes_of_rows(visits)
             + self.bytes_of_rows(visits, INDEX)
             + probabilities

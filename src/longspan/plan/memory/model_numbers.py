@@ -18,8 +18,10 @@ from longspan.plan.shape.layers import (
     depth_kinds,
     feed_forward_weights,
     has_latent_attention,
+    latent_widths,
     layer_kinds,
     layer_parts,
+    mixer_kind,
     read_mixer_shape,
 )
 from longspan.plan.shape.model_shape import ModelShape
@@ -108,7 +110,8 @@ class ModelNumbers:
         read.check_counts("hidden_size", "vocab_size")
         for uncounted, name in (
             (read.family.shared_blocks, "shared blocks"),
-            (has_latent_attention(read), "latent attention"),
+            (has_latent_attention(read) and bool(mixer_kind(read)), "latent attention beside state-space layers"),
+            (read.count("index_topk") > 0, "keys that rows choose"),
         ):
             if uncounted:
                 raise PlanError(f"{read.where} has {name}, whose memory no configuration tells")
@@ -174,6 +177,10 @@ def _count_layer_parameters(
     experts = sum(weights.of_experts + weights.unvisited for weights in parts)
     dense = sum(weights.all - weights.of_experts for weights in parts)
     norms = (1 + bool(kind.feeds)) * read.count("hidden_size")
+    if kind.attention and has_latent_attention(read):  # narrow rows are whole on every tensor-parallel rank
+        latent = latent_widths(read)
+        narrow = latent.query_rank + latent.rank + latent.rotary
+        norms += latent.query_rank + latent.rank + read.count("hidden_size") * narrow * (1 - 1 / home.tp)
     whole = dense / home.tp + norms + experts / home.ep
     share = (dense + experts) / home.tp + norms
     if settings.trains_all:
@@ -218,7 +225,15 @@ def _adapter_linears(
     of short convolutions, without heads, two gates."""
     hidden = read.count("hidden_size")
     linears = list[tuple[str, float, float]]()
-    if kind.attention:
+    if kind.attention and has_latent_attention(read):
+        latent = latent_widths(read)
+        if latent.query_rank:
+            linears += [("q_a_proj", hidden, latent.query_rank), ("q_b_proj", latent.query_rank, latent.query)]
+        else:
+            linears.append(("q_proj", hidden, latent.query))
+        linears.append(("kv_a_proj_with_mqa", hidden, latent.rank + latent.rotary))
+        linears += [("kv_b_proj", latent.rank, latent.expanded), ("o_proj", latent.value, hidden)]
+    elif kind.attention:
         query, key = attention_widths(read)
         gate = max(0, attention_weights(read).all // hidden - 2 * query - 2 * key)
         linears += [("q_proj", hidden, query + gate), ("k_proj", hidden, key), ("v_proj", hidden, key)]

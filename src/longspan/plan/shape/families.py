@@ -69,7 +69,9 @@ _ROPE_BY_LAYER = {
 
 
 _Values = Mapping[str, Any]
-_Small = Mapping[str, Callable[[_Values], Any] | bool | int | list[str] | list[int] | dict[int, int]]
+_Small = Mapping[
+    str, Callable[[_Values], Any] | bool | int | list[str] | list[int] | dict[int, int] | dict[str, int]
+]
 
 
 def _defaults_where_none(**values: Any) -> _Small:
@@ -97,6 +99,7 @@ class Family:
     mlp_gate: bool = True  # False: two products, without an `mlp_hidden_act` that would tell
     gated_shared_expert: bool = False  # the shared expert has a weight for each row
     own_expert_gate: bool = False  # experts with a gate of several steps, routed by scores alone
+    wide_router: bool = False  # the router multiplies rows in float32
     experts_interface: bool = True  # experts have transformers' common interface
     rotary: bool = True  # False: attention of a hybrid without positions
     rotary_key: str = ""  # the attribute that switches them on (True or "rope"); without it they are off
@@ -110,6 +113,7 @@ class Family:
     # Published weights of multi-token prediction have such names.
     mtp_names: Literal["", "last layers", "qwen"] = ""
     mtp_norm: str = "shared_head.norm."  # the last norm of depths that are named as last layers
+    unpriced: str = ""  # what its layers have that no configuration tells for plans and prices
     tensor_parallel: Mapping[str, str] | None = None  # styles that transformers 5.17 to 5.23 lacks
     # A small copy has these values; functions are of its other values.
     small: _Small = field(default_factory=dict[str, Any])
@@ -154,6 +158,28 @@ FAMILIES: dict[str, Family] = {
             "qwen3*",
         ),
         Family(head_norms=True),
+    ),
+    **dict.fromkeys(
+        (
+            "axk*",
+            "bailing_hybrid*",
+            "deepseek_ocr2*",
+            "deepseek_v[23]*",
+            "dots[13]*",
+            "exaone_moe*",
+            "glm4_moe*",
+            "glm4v_moe*",
+            "glm_moe_dsa*",
+            "hy_v4*",
+            "kimi_linear*",
+            "kolibri1*",
+            "mimo_v2_flash*",
+            "muse_spark*",
+            "nemotron_h*",
+            "solar_open*",
+            "unlimited_ocr*",
+        ),
+        Family(wide_router=True),
     ),
     **dict.fromkeys(("gemma2*", "glm4", "glm4v", "glm4v_text"), Family(post_norms=True)),
     **dict.fromkeys(("afmoe", "beam", "gemma3*", "gemma4*", "kolibri1"), Family(head_norms=True, post_norms=True)),
@@ -203,7 +229,7 @@ FAMILIES: dict[str, Family] = {
         "those of a shard do so in every layer"
     ),
     "glm4_moe": Family(mtp_names="last layers", tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
-    "glm5_next*": Family(rotary=False),
+    "glm5_next*": Family(rotary=False, wide_router=True),
     "glm5_next_text": Family(small={"index_topk": 8, "index_kpool": 4, "qk_rope_head_dim": 0}),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), Family(mlp_width="n_inner", mlp_gate=False)),
     "gpt_oss": Family(own_expert_gate=True, tensor_parallel=_layer_plan(self_attn=_ATTENTION | {"sinks": HEADS})),
@@ -214,8 +240,9 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "hrm_text": Family(
+        unpriced="stacks of layers that run several times",
         # Two stacks of two layers, which run four and two times; the first pass of the low one has no gradients.
-        small={"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": 12}
+        small={"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": 12},
     ),
     "kimi_k25": Family(
         square_patches=True, small={"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]}
@@ -235,6 +262,7 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "llava": Family(images="features"),
+    "longcat_flash": Family(unpriced="two attentions in each layer", wide_router=True),
     "mamba2": Family(
         tensor_parallel=_EMBEDDINGS,
         small={"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},

@@ -283,6 +283,34 @@ def _latent_head_sizes(read: ConfigReader) -> tuple[int, int]:
     return read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim"), read.count("v_head_dim")
 
 
+class LatentWidths(NamedTuple):
+    """Widths of rows in a layer of latent attention: narrow rows of queries (`query_rank`, 0: none) and of keys and
+    values (`rank`), the `rotary` part of keys, which heads share, and what heads have together.
+    """
+
+    query_rank: int
+    rank: int
+    rotary: int
+    query: int
+    expanded: int
+    value: int
+
+
+def latent_widths(read: ConfigReader) -> LatentWidths:
+    """Return the widths of latent attention; `expanded` are keys without their rotary part, and values."""
+    heads = read.count("num_attention_heads")
+    size, value = _latent_head_sizes(read)
+    rotary = read.count("qk_rope_head_dim")
+    return LatentWidths(
+        query_rank=read.count("q_lora_rank"),
+        rank=read.count("kv_lora_rank"),
+        rotary=rotary,
+        query=heads * size,
+        expanded=heads * (size - rotary + value),
+        value=heads * value,
+    )
+
+
 def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
     """Queries go through `q_lora_rank` numbers if there is one. Keys and values come from `kv_lora_rank` numbers a
     row, and the rotary part of keys, which all heads share, straight from the row."""

@@ -175,9 +175,10 @@ def _check_layers_are_priced(read: ConfigReader, mixer: MixerShape | None) -> No
     # All rows of all layers choose their keys; where only some layers do, these are not priced.
     is_indexed = bool(types) and {*types} <= {*INDEXED} and bool(read.count("index_topk"))
     unpriced: list[str] = []
-    # Kimi's latent attention, in a model with a mixer, is priced too.
-    if has_latent_attention(read) and not is_indexed and not (mixer and read.count("v_head_dim")):
+    if has_latent_attention(read) and not is_indexed and not read.count("v_head_dim"):
         unpriced.append("latent attention")
+    if read.family.unpriced:
+        unpriced.append(read.family.unpriced)
     if mixer is None and read.value(*_STATES) is not None:
         unpriced.append(f"state-space layers{f' of {read.model_type}' if read.model_type else ''}, Mamba 1")
     priced = {*ATTENTION, "mlp", "moe"}

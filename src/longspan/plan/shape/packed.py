@@ -15,6 +15,8 @@ from longspan.plan.shape.layers import (
     Weights,
     attention_weights,
     feed_forward_weights,
+    has_latent_attention,
+    latent_widths,
     layer_kinds,
     read_mixer_shape,
 )
@@ -36,7 +38,10 @@ def _modules(names: str, *paths: str) -> LayerModules:
     return LayerModules(frozenset(names.split()), tuple(f"model.layers.0.{path}" for path in paths))
 
 
-_ATTENTION = _modules("self_attn attention q_proj k_proj v_proj o_proj", "self_attn.q_proj", "self_attn.o_proj")
+_ATTENTION = _modules(
+    "self_attn attention q_proj k_proj v_proj o_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj",
+    *("self_attn.q_proj", "self_attn.o_proj"),
+)
 _MIXER = _modules("linear_attn mamba mixer conv in_proj out_proj", "linear_attn.in_proj", "mixer.out_proj")
 _MLP = _modules("mlp feed_forward gate_proj up_proj down_proj", "mlp.gate_proj", "mlp.down_proj")
 _EXPERTS = _modules("mlp feed_forward experts", "mlp.experts.0.gate_proj", "mlp.experts.0.down_proj")
@@ -85,7 +90,7 @@ def packed_weights_of_layer(
     hidden = read.count("hidden_size")
     parts = list[_Part]()
     if kind.attention:
-        parts += _linear_parts(_ATTENTION, attention_weights(read), hidden, tp)
+        parts += _attention_parts(read, hidden, tp)
     if kind.mixes and mixer:
         # without those of the convolution
         weights = Weights(mixer.weights - mixer.channels * mixer.width, mixer.last)
@@ -126,6 +131,21 @@ def _linear_parts(modules: LayerModules, weights: Weights, hidden: int, tp: int)
         _Part(modules, weights.all - weights.last, hidden),
         _Part(modules, weights.last, weights.last // hidden, tp),
     ]
+
+
+def _attention_parts(read: ConfigReader, hidden: int, tp: int) -> list[_Part]:
+    """Latent attention has linears of narrow rows, too, of queries and of keys and values."""
+    weights = attention_weights(read)
+    if not has_latent_attention(read):
+        return _linear_parts(_ATTENTION, weights, hidden, tp)
+    latent = latent_widths(read)
+    parts = [
+        _Part(_ATTENTION, columns * rows, columns)
+        for columns, rows in ((latent.query_rank, latent.query), (latent.rank, latent.expanded))
+        if columns
+    ]
+    of_hidden = weights.all - weights.last - sum(part.weights for part in parts)
+    return [_Part(_ATTENTION, of_hidden, hidden), *parts, _Part(_ATTENTION, weights.last, latent.value, tp)]
 
 
 def _count_packed(read: ConfigReader, parts: list[_Part], form: PackedForm) -> tuple[float, float]:
