@@ -54,7 +54,7 @@ IN_POOLS = {
     "rows of other ranks are left out of pools": (
         "attention.entries",
         "torch.cat([x, arrived, none])",
-        "torch.cat([x, none.expand(len(arrived), -1), none])",
+        "torch.cat([x, x[:1].expand(len(arrived), -1), none])",
     ),
     "pools of the first document": (POOLS, "members.entries.firsts[document]", "members.entries.firsts[0]"),
     "a pool before its last row": (POOLS, ">= (position + 1) // form.ratio", ">= (position + 2) // form.ratio"),
