@@ -38,14 +38,14 @@ EXACT = {
     "gpt_neox": "attention and network side by side",
     "qwen2_moe": "experts and a shared one behind a gate",
     "deepseek_v4": "entries made of windows of rows, some chosen, several streams, experts by token id",
+    "minimax_m3_vl_text": "blocks of keys chosen for each key/value head, full layers",
+    "qwen4_exp": "pools of keys, gated delta nets, several streams",
 }
 REFUSED = {
     "falcon": "bypasses",
     "mamba": "linear_attention",
     "bart": "encoder_attn",
     "gemma3_text+bidirectional": "not causal",
-    "minimax_m3_vl_text": "choose blocks of keys for each key/value head",
-    "qwen4_exp": "whose indexer does more than to score keys one by one",
 }
 WITH_IMAGES = {
     "qwen3_vl_moe": "experts, DeepStack, positions in three parts",
@@ -56,6 +56,7 @@ WITH_IMAGES = {
 WHOLE = ("gemma2", "mistral", "mixtral", "opt", "nemotron", "gpt_oss", "deepseek_v3+yarn", "phi3+longrope")
 WHOLE += ("granite", "cohere2", "qwen2_moe", "gpt_neox", "smolvlm", "llama+llama3", "qwen3+yarn", "llava_next")
 WHOLE += ("gemma3_text", "minicpm3", "gemma3n_text", "qwen3_vl_moe", "deepseek_v4")
+WHOLE += ("minimax_m3_vl_text", "qwen4_exp")
 CASES = (Case(cp=2, plan="several", recompute="full"), Case(cp=2, cp_comm_type="all_gather"))
 IMAGE_CASES = (Case(cp=2, plan="several", recompute="full", encoder=1),)
 
