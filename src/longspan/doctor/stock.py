@@ -49,6 +49,8 @@ SMALL_SHARE = 1e-3
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDING = 2  # so many times the stock model's own error: in bfloat16, and in float32 where that is above EXACT
 ROUNDINGS = 10  # so many times what one rounding of every weight does is still rounding
+# Each says how many keys, or blocks of keys, a row chooses.
+_CHOSEN_KEYS = ("index_topk", "index_topk_blocks", "indexer_budget")
 MOST_NUDGED = 1e-9  # more than rounding of float64 does: a row got another expert
 
 
@@ -324,8 +326,8 @@ def _compute_expected_answer(
     if answer is None:
         return ExpectedAnswer(exact, max(EXACT[dtype], most_rounding), in_float64=True)
     error = _worst_error(answer, exact)
-    near_ties = error > max(EXACT[dtype], most_rounding) and bool(
-        getattr(config.get_text_config(), "index_topk", 0)
+    near_ties = error > max(EXACT[dtype], most_rounding) and any(
+        getattr(config.get_text_config(), name, None) for name in _CHOSEN_KEYS
     )
     tolerance = max(EXACT[dtype], ROUNDING * error if error <= most_rounding else 0.0)
     return ExpectedAnswer(answer, tolerance, near_ties=near_ties)

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import peft_modules
+from longspan.model.kinds import chooses_blocks
 from longspan.model.layers import MTP, decoder_layers, final_norm, mtp_blocks, mtp_depths
 from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, record_layer_inputs
 from longspan.model.mtp.published_names import translate_published_name
@@ -29,6 +30,7 @@ from longspan.model.weights.empty_model import empty_model, has_meta_parameters,
 from longspan.model.weights.fill import JoinedWeights, WeightSource, find_deferred_weights
 from longspan.model.weights.folder_weights import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart
+from longspan.plain_text import items_text
 from longspan.plan.shape.layers import depth_types
 
 
@@ -203,6 +205,12 @@ def _copy_module(module: nn.Module) -> Any:
 
 def _check_layer_inputs(model: PreTrainedModel) -> None:
     """If the pass does not reach the layer, `LayerInputs.layer_arguments` raises in the first step."""
+    if blocks := [name for name, module in model.named_modules() if chooses_blocks(module)]:
+        raise ModelError(
+            f"{type(model).__name__} chooses blocks of keys ({items_text(blocks)}), and transformers drops the weights "
+            "of its multi-token prediction: no depth of its kind is known; train it without (no add_mtp, "
+            "mtp.num_layers = 0)"
+        )
     with suppress(Exception), record_layer_inputs(model) as inputs:  # whatever a forward raises
         run_on_meta(model, None, gradients=True)
     if inputs.call is None:

@@ -18,6 +18,9 @@ from transformers import CONFIG_MAPPING
 from longspan import Layout, World, bind, plan_dynamic, plan_fixed
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
+from longspan.model import add_mtp
+from longspan.model.adapted_modules import is_adapted
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.exactness import trials
 from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.exactness.class_trial import try_small_model_of_class
@@ -248,6 +251,16 @@ def test_what_is_not_exact_is_refused_by_name(family: str) -> None:
         model = getattr(transformers, KINDS[family].name)._from_config(config)
     with pytest.raises(ModelError, match=message):
         check_model_on_this_rank(model, ())
+
+
+@pytest.mark.parametrize("family", HERE)
+def test_indexers_get_no_adapter_and_no_depth(family: str) -> None:
+    model = _model(family)
+    with pytest.raises(ModelError, match="multi-token prediction"):
+        add_mtp(model, 1)
+    add_lora(model, NewAdapter(rank=2))
+    adapted = [name for name, module in model.named_modules() if is_adapted(module)]
+    assert adapted and not any(".indexer." in name for name in adapted)
 
 
 @pytest.mark.whole
