@@ -98,7 +98,10 @@ def test_layers_keep_what_is_planned(world: World, family: str, word: str) -> No
     [
         "lfm2",
         "olmoe",
-        *(pytest.param(x, marks=pytest.mark.whole) for x in ("hunyuan_v1_dense", "mellum", "minimax_m2")),
+        *(
+            pytest.param(x, marks=pytest.mark.whole)
+            for x in ("deepseek_v2", "glm4_moe_lite", "hunyuan_v1_dense", "mellum", "minimax_m2", "sarvam_mla", "youtu")
+        ),
     ],
 )
 def test_layers_of_a_family_keep_what_its_row_says(world: World, family: str) -> None:

@@ -157,11 +157,20 @@ def test_printed() -> None:
     assert values["device"]["total"] == memory.device.total and set(values["host"]) == set(values["device"])
 
 
+LATENT = QWEN3_8B | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"model_type": "zamba2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 10}, "shared blocks"),
         (QWEN3_8B | {"kv_lora_rank": 512}, "latent attention"),
+        (
+            {"model_type": "longcat_flash", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 10},
+            "two attentions",
+        ),
+        ({"model_type": "hrm_text", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 10}, "stacks of layers"),
+        (LATENT | {"index_topk": 8}, "keys that rows choose, whose memory no configuration tells"),
         ({"hidden_size": 64, "num_hidden_layers": 2}, "has no vocab_size"),
     ],
 )

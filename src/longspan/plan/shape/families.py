@@ -176,6 +176,7 @@ FAMILIES: dict[str, Family] = {
             "mimo_v2_flash*",
             "muse_spark*",
             "nemotron_h*",
+            "sarvam_mla*",
             "solar_open*",
             "unlimited_ocr*",
         ),
@@ -190,6 +191,7 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family(mlp_gate=False, tensor_parallel=_XIELU),
     "apertus1p5_text": Family(tensor_parallel=_XIELU),
     "aria": Family(small={"projector_patch_to_query_dict": {16: 4}}),
+    "axk1": Family(unpriced="a norm behind its experts"),
     "axk2": Family(wide_latent_queries=True),
     "bailing_hybrid": Family(
         mtp_names="last layers",
