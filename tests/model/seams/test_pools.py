@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from longspan import Layout, World, bind, plan_dynamic, plan_fixed
+from longspan import Layout, World, bind, plan_dynamic, plan_fixed, run_step
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model import add_mtp
@@ -32,7 +32,8 @@ from longspan.testing import backend, run_ranks
 from tests import parity
 from tests.model.seams.families import gradient_error
 from tests.model.seams.renamed import renamed_class
-from tests.model.stock import Answer, answer, prepare_untried, random_model, texts
+from tests.model.stock import Answer, answer, gradients_of, prepare_untried, random_model, texts, worst
+from tests.model.test_compiled_layers import Graphs
 from tests.mutation import each_mutated, mutated
 
 LENGTHS = (19, 3, 40, 8, 1, 7, 33, 4)  # around a pool's 4 rows, and documents without a pool, in one packed row
@@ -221,8 +222,8 @@ def _check_on_ranks(ranks: int, changes: dict[str, Any], *, renamed: bool = Fals
     for family, of_family in changes.items():
         assert all(noticed[family][0]["nothing"].within(parity.WIDE) for noticed in of_ranks), of_ranks
         assert not any(noticed[family][1] for noticed in of_ranks), (family, of_ranks)
-        worst = {x: max(noticed[family][0][x].gradients for noticed in of_ranks) for x in of_family}
-        assert all(error > 1e-3 for error in worst.values()), (family, worst)
+        largest = {x: max(noticed[family][0][x].gradients for noticed in of_ranks) for x in of_family}
+        assert all(error > 1e-3 for error in largest.values()), (family, largest)
 
 
 def test_chosen_as_the_class_does_and_a_naive_split_turns_gradients_red() -> None:
@@ -315,3 +316,18 @@ def test_the_stock_class_is_wrong_on_packed_rows(family: str) -> None:
     alone = torch.cat([_logits(model, first), _logits(model, second)])
     errors = [(x - y).norm() / y.norm() for x, y in zip(packed.split([37, 41]), alone.split([37, 41]), strict=True)]
     assert errors[0] < 1e-5 and errors[1] > 0.1, errors
+
+
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore")  # the compiler's
+@pytest.mark.parametrize("family", HERE)
+def test_compiled_layers_choose_the_same_and_refuse_shared_prefixes(family: str, world: World) -> None:
+    plan = plan_fixed(LENGTHS, world.home, cp=1)
+    gradients = list[dict[str, Tensor]]()
+    for compiled in ("none", "layers"):
+        with Graphs().counted():
+            model = prepare_untried(_model(family), world, compiled=compiled)
+            assert "keys that an indexer chooses" in model.call_rules.separate
+            run_step(model, plan, texts(LENGTHS), world)
+        gradients.append(gradients_of(model))
+    assert worst(gradients[1], gradients[0]) < 1e-12
