@@ -148,6 +148,7 @@ REFUSED = {
     "opt over stages": ("opt", PP, "OPTForCausalLM cannot be cut into pipeline stages"),
     "entries over tp": ("deepseek-v4", TP, r"tp 2 does not divide 1 \(key/value heads\)"),
     "streams over stages": ("deepseek-v4", PP, "parameters that its pipeline plan does not place .*hc_head"),
+    "identity experts": ("longcat", {"ep": 2}, "no experts to deal out; use ep 1; its own are outside transformers'"),
     "stacks over stages": ("hrm", PP, "HrmTextForCausalLM cannot be cut into pipeline stages: .* has .*L_module"),
     "inputs of each layer": ("gemma4", PP, "parameters that its pipeline plan does not place .*per_layer"),
 }

@@ -35,7 +35,7 @@ from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.trial_shards import Probe
 from longspan.model.sharding import shard_module
 from longspan.model.weights.empty_model import copy_to_device
-from longspan.plan.shape.model_shape import experts_missing_text
+from longspan.plan.shape.model_shape import experts_missing_text, read_experts
 
 IMPLEMENTATION = "longspan"
 
@@ -230,7 +230,12 @@ class ExpertFeature(Feature):
         home = self.world.home
         modules = expert_modules(model)
         if home.ep > 1 and not modules:
-            raise ModelError(experts_missing_text(home.ep, type(model).__name__))
+            own = (
+                "; its own are outside transformers' interface of experts"
+                if read_experts(model.config).of_layer
+                else ""
+            )
+            raise ModelError(experts_missing_text(home.ep, type(model).__name__) + own)
         if home.ep > 1 and not self.options.shard_parameters:
             raise ModelError(
                 f"the home has ep {home.ep}, which needs sharded parameters; use shard_parameters=True or ep 1"
