@@ -118,8 +118,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "windows dropped": KnownError(
             checks.step("MistralConfig", sliding_window=5),
             "model.seams.attention_calls",
-            "window=sliding_window,\n        chunk=chunk_size(module),",
-            "window=None,\n        chunk=chunk_size(module),",
+            '"window": sliding_window,\n        "chunk": chunk_size(module),',
+            '"window": None,\n        "chunk": chunk_size(module),',
         ),
         "the last token of an odd length": KnownError(
             checks.attention((7, 3, 1), True, False),

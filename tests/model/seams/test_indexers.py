@@ -30,7 +30,11 @@ MOST = {2: 3}  # families at this degree, each of another kind; at the others al
 SEAM = "model.seams.chosen_keys.indexers"
 CHANGES = {
     "a tie is broken otherwise": (SEAM, "(scores + 0.0)", "(scores + 1e-12 * torch.arange(scores.shape[-1]))"),
-    "a key of another document": (SEAM, "accumulate(laid_out, initial=0)", "0 for _ in laid_out"),
+    "a key of another document": (
+        "model.seams.chosen_keys.row_runs",
+        "accumulate(laid_out, initial=0)",
+        "0 for _ in laid_out",
+    ),
     "a later key": (SEAM, "visible = key_positions <= key_positions", "visible = key_positions <= 1 + key_positions"),
     "a choice of another layer": (SEAM, "return chosen", "return _choose_keys.__dict__.setdefault('first', chosen)"),
     "a sum in half precision": (SEAM, "(scores + 0.0).sort(dim=-1", "scores.bfloat16().sort(dim=-1"),
