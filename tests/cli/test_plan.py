@@ -106,6 +106,11 @@ BAD = [
     ("--slots 4 --distribution normal", "--distribution 'normal' is unknown; use one of lognorm"),
     ("--slots 4 --lengths nowhere.json", "cannot read lengths from nowhere.json: No such file"),
     ("--slots 4 --data nowhere", "data.path 'nowhere' does not exist"),
+    (
+        f"{OF_SLOTS} --planner dynamic --cp 2",
+        "--cp 2 is the degree of fixed and padded plans",
+    ),
+    (f"{OF_SLOTS} --json --write x.toml", "--write x.toml writes the keys of an answer, and --json prints the plan"),
     (f"{OF_SLOTS} --cp 3", "context.context_parallel_size 3 does not divide 4 slots"),
     (f"{OF_SLOTS} --plot /nowhere/x.html", "cannot write /nowhere/x.html: there is no folder"),
     (f"{OF_SLOTS} --plot x.jpg", "--plot x.jpg: a plan is drawn as .html, .svg or .png"),

@@ -32,6 +32,7 @@ from longspan.model.presets import find_published_preset
 from longspan.plain_text import gib_text, number_text, seconds_text, text_table
 from longspan.plan import MemoryPlan, Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.items.encoder_shape import EncoderShape
+from longspan.plan.memory.model_numbers import ModelNumbers
 from longspan.plan.memory.settings import Bytes
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_form
@@ -43,6 +44,7 @@ from longspan.resolve.ways import (
     BindingKeys,
     Fit,
     Ranking,
+    Way,
     family_notes,
     find_longest,
     fit_way,
@@ -247,6 +249,11 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
     source = find_document_source(flags, question)
     check_plot_files(flags.plot)
+    if flags.write and flags.prints_plan:
+        raise ConfigError(
+            f"--write {flags.write} writes the keys of an answer, and --json prints the plan of the step in its place; "
+            "leave one of them out, or ask about GPUs: --gpu h200"
+        )
     run = make_run(flags, question, read_gpus(flags, question.config.run.machine), source)
     print_preset(run)
     if flags.prints_plan and source not in ("data", "longest"):
@@ -481,13 +488,13 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
 
 
 def _resolve_ways(config: RunConfig, facts: Facts, given: BindingKeys) -> tuple[RunConfig, Ranking, Reasons]:
-    """Where nothing fits the configuration is that of the leanest way."""
+    """Where nothing fits the configuration is that of the leanest way. PlanError for a model that cannot be counted."""
+    ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
     try:
         resolved = resolve(config, facts, given)
     except NothingFitsError as error:
         return error.ranking.best.way.config, error.ranking, Reasons(partition=error.partition)
-    if resolved.memory is None or resolved.ranking is None:
-        raise PlanError(*resolved.reasons.notes[:1])
+    assert resolved.ranking is not None, "a budget of bytes leaves ways to compare"
     return resolved.config, resolved.ranking, resolved.reasons
 
 

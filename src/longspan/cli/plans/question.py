@@ -19,6 +19,7 @@ from longspan.cli.flags import (
 )
 from longspan.cli.plans.planning import PlanningFlags
 from longspan.cli.train_flags import TrainFlags
+from longspan.config.keys import NOT_GIVEN
 from longspan.config.local_folders import with_local_folders
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
@@ -138,6 +139,11 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
         raise ConfigError("--gpus N, --world N and --slots N each say how many GPUs there are; give one of them")
     flags = replace(flags, gpus=ranks or flags.gpus)
     config = RunConfig(**sections)
+    if config.context.planner == "dynamic" and config.context.context_parallel_size not in (NOT_GIVEN, 0):
+        raise ConfigError(
+            f"--cp {config.context.context_parallel_size} is the degree of fixed and padded plans, and --planner is "
+            "dynamic; use --min-cp and --max-cp, or --planner fixed"
+        )
     try:
         config = with_local_folders(config, weights=False)
     except ConfigError:  # the model has no folder here, unless another one is missing
