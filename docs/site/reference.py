@@ -214,8 +214,7 @@ def is_key_of_runs(section: str, key: str, kind: Any) -> bool:
 def key_sentence(verb: str, kind: Any) -> str:
     """Which keys of runs a verb takes as flags; "" if none."""
     if verb in ("train", "plan"):
-        when = "All" if verb == "train" else "With `--gpu` all"
-        return f"{when} {KEYS} are flags too, as `--section.key value`, except tables. The others are:\n\n"
+        return f"All {KEYS} are flags too, as `--section.key value`, except tables. The others are:\n\n"
     parts = []
     for section, names in shared_keys(verb, kind).items():
         whole = len(names) == len(section_keys(section_kinds()[section]))
