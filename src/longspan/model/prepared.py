@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from longspan.model.pipeline.pipeline import PipelineModel
 
 
-# fields of a form that a model does not show: who does them
+# These fields of a form are none of a model; each is done by the call beside it.
 _DONE_ELSEWHERE = {
     "offload_optimizer_states": "longspan.train.offload_optimizer_states(optimizer, world)",
     "mtp_layers": "longspan.add_mtp(model, depths=…) before it",

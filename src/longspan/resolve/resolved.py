@@ -86,7 +86,7 @@ class NothingFitsError(PlanError):
 
 
 def resolve(config: RunConfig, facts: Facts, given: BindingKeys | None = None) -> Resolved:
-    """Decide what a configuration leaves open: planner, degree, type, rows of a slot, mode, measures of memory.
+    """Decide what a configuration leaves open: planner, degree, type, rows of a slot, mode, and what memory holds.
 
     >>> resolve(config, Facts(home=Layout(8), machine=machine, model=model, lengths_of_step=lengths, steps=100)).config
 

@@ -35,7 +35,7 @@ def gather_facts(
     """Gather the facts by which a configuration is resolved on these ranks; `more` are further fields of Facts, by
     name. Entered by all ranks.
 
-    The budget of bytes is the least of any rank. It is None where nothing is chosen by it: neither measures nor rows of
+    The budget of bytes is the least of any rank. It is None where nothing is chosen by it: neither policies nor rows of
     a slot are open, or no step is left (the field `done` of `more`). Raises ConfigError for keys of memory that
     contradict the devices.
     """

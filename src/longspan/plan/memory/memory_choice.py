@@ -206,7 +206,7 @@ def _leanest_choices(
 ) -> list[tuple[MemoryNeeds, CheckpointPolicy, CheckpointPolicy]]:
     """With the policies that keep least, with what is sharded and not fixed gathered and summed each time, and the
     smallest tiles. In a model of few layers another choice may need about 1 % less."""
-    # the last policy of all, and the last of those that are not on the host
+    # These are the last policy of all, and the last of those that are not on the host.
     policies = fixed.checkpoint_policies
     leanest_words = {policies[-1], *[word for word in policies if "+" not in word][-1:]}
     words: list[CheckpointPolicy] = [word for word in policies if word in leanest_words]

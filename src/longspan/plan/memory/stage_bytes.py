@@ -418,7 +418,7 @@ class StageBytes:
             gathered_at_loss = gathered + layer_weights + whole_gradients * load.later
             yield moment(gradients, gathered_at_loss, activations, tensors * row, self._logit_bytes(load))
         # 2. The layers, the last first: each runs backward, and then its gradients are summed.
-        # gradients of the head, and of an embedding that depths read, wait from here on
+        # Gradients of the head, and of an embedding that depths read, wait from here on.
         heads = (1 + (settings.mtp_layers > 0 and not self.numbers.tied)) * stage.predicts
         waits = gathered + heads * self.numbers.head.trained * settings.compute_bytes
         words: list[CheckpointPolicy] = [policies[i] for i in stage.layers]
