@@ -38,8 +38,9 @@ def test_a_feature_names_the_kernels_that_have_it() -> None:
     every = {k.name for k in KERNELS}
     having = {name: {k.name for k in KERNELS if name in k.features} for name in FEATURES}
     having["deterministic mode"] = {k.name for k in KERNELS if k.deterministic}
+    having["log-sum-exp"] = {"fa4", "triton_flash", "triton_gathered", "reference"}
     rows = page_rows("## Features")
-    assert len(rows) == 15
+    assert len(rows) == 16
     for feature, _, kernels in (row.strip("| ").split(" | ") for row in rows):
         name = {"sliding window": "window", "spans": "window", "chosen keys": "indices"}.get(feature, feature)
         assert (every if kernels == "all" else set(kernels.replace("`", "").split(", "))) == having.get(name, every)

@@ -167,6 +167,9 @@ def _calibrate_two_hosts(rank: int, flags: CalibrateFlags, ranks: int, backend: 
         return calibrate_on_rank(rank, flags, ranks, backend)
 
 
+MODEL = ("--gpu-bytes", "85899345920", "--model.preset", "qwen3-tiny")
+
+
 def test_two_hosts_write_a_machine_that_plans_are_priced_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,7 +187,7 @@ def test_two_hosts_write_a_machine_that_plans_are_priced_by(
     assert parts == {"step": 6, "host": 4, "attention": 7, "memory": 4, "link": 2 * 3 * 4}
     errors = [abs(s["fitted_seconds"] / s["measured_seconds"] - 1) for s in record["samples"]]
     assert record["mean_error"] == pytest.approx(np.mean(errors))
-    assert main(["plan", "--same", "4x100", "--slots", "4", "--cp", "2", "--machine", out, "--json"]) == 0
+    assert main(["plan", "--same", "4x100", "--slots", "4", "--cp", "2", "--machine", out, *MODEL, "--json"]) == 0
     cost = json.loads(capfd.readouterr().out)["cost"]
     assert cost["source"] == out and cost["linear_seconds"] > 0
 

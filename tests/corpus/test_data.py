@@ -524,7 +524,7 @@ def test_no_part_of_a_held_out_text_is_trained_on(
     settings = CorpusSettings(data)
     corpus = open_or_build_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lambda _: None)
     config = RunConfig(data=data, evaluation=EvaluationSection(documents=documents))
-    config = replace(config, train=replace(config.train, tokens_per_step=64))
+    config = replace(config, train=replace(config.train, tokens_per_step=64, steps=1))
     order = make_step_order(config, corpus)
     trained = set(range(len(corpus))) - {*order.evaluation}
     held_out, others = names_of(tmp_path, corpus, order.evaluation), names_of(tmp_path, corpus, trained)

@@ -106,7 +106,7 @@ def test_states_of_a_prefix_enter_each_of_its_branches(slots, names):
 MUTATIONS = (
     ("ssm.chains", "before[first_runs[index]] = last_runs[parent]", "before[first_runs[index]] = -1"),
     ("ssm.state_pass", "final.index_add_(0, index_on", "final.index_copy_(0, index_on"),
-    ("ssm.conv", "self._starts + np.asarray(self._group.bases", "self._starts + 0 * np.asarray(self._group.bases"),
+    ("layout.rows_before", "segments.start + prefixes.bases", "segments.start + 0 * prefixes.bases"),
 )
 
 

@@ -56,10 +56,12 @@ def write_model(root: Path) -> None:
 
 
 def small_config(folder: Path, **changes: object) -> RunConfig:
-    """A configuration of a small run in `folder/run` on texts in `folder/texts`; keys with `__` for the dot."""
+    """A configuration of a small run in `folder/run` on texts in `folder/texts`; keys with `__` for the dot;
+    None leaves a key out."""
     given = {key.replace("__", "."): value for key, value in changes.items()}
     paths = {"data.path": str(write_texts(folder / "texts")), "run.dir": str(folder / "run")}
-    return load_config(None, SMALL | paths | given)
+    values = SMALL | paths | given
+    return load_config(None, {key: value for key, value in values.items() if value is not None})
 
 
 def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
