@@ -188,8 +188,12 @@ def test_two_hosts_write_a_machine_that_plans_are_priced_by(
     errors = [abs(s["fitted_seconds"] / s["measured_seconds"] - 1) for s in record["samples"]]
     assert record["mean_error"] == pytest.approx(np.mean(errors))
     assert main(["plan", "--same", "4x100", "--slots", "4", "--cp", "2", "--machine", out, *MODEL, "--json"]) == 0
-    cost = json.loads(capfd.readouterr().out)["cost"]
-    assert cost["source"] == out and cost["linear_seconds"] > 0
+    answer = json.loads(capfd.readouterr().out)
+    words = ["plan", "--same", "4x100", "--slots", "4", "--cp", "2", "--gpu", "h100", *MODEL, "--json"]
+    assert main(words) == 0
+    of_h100 = json.loads(capfd.readouterr().out)
+    assert answer["gpu"] == "GPU of 85,899,345,920 bytes" and answer["gpus"] == 4
+    assert answer["seconds"] > of_h100["seconds"] > 0  # the CPUs that were measured are slower
 
 
 def test_one_rank_in_words() -> None:
