@@ -46,6 +46,7 @@ from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model.execution import model_execution
 from longspan.model.layers import vocabulary_size
+from longspan.model.weights.hf_folder import planned_configuration
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan import Cost, Plan
 from longspan.plan.form import Form
@@ -277,7 +278,7 @@ def make_settings(
     facts = Facts(
         home=home,
         machine=run_machine(config, gpu=gpu),
-        model=configuration,
+        model=planned_configuration(configuration, config.model.path),
         lengths_of_step=lambda step: documents.lengths,
         steps=1,
         longest=max(documents.lengths),

@@ -24,6 +24,7 @@ from longspan.errors import ConfigError, ModelError
 from longspan.evaluation.load_saved import CheckedWeights, load_saved_model
 from longspan.evaluation.reference import compute_references, read_reference_log_probs, reference_digest
 from longspan.evaluation.request import Subject
+from longspan.model.weights.hf_folder import planned_configuration
 from longspan.plan import Cost
 from longspan.resolve.planner_config import PlannerConfig, query_heads
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine
@@ -114,5 +115,6 @@ def price_plans(config: RunConfig, model: AnyModel, world: World, log: LogLine) 
     """Return the cost by which plans of a prepared model are priced; entered by all ranks."""
     set_world_machine(world, partial(read_run_machine, config), KEY)
     gpu = world.device.type == "cuda"
-    price = partial(find_run_cost, config, model.config, log, gpu=gpu, slots=world.home.slots)
+    planned = planned_configuration(model.config, config.model.path)
+    price = partial(find_run_cost, config, planned, log, gpu=gpu, slots=world.home.slots)
     return run_on_every_rank(world, price, ConfigError)

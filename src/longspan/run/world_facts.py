@@ -14,6 +14,7 @@ from longspan.config.memory_keys import check_gpu_memory_limit, chooses_memory
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError
 from longspan.host import free_host_bytes
+from longspan.model.weights.hf_folder import planned_configuration
 from longspan.plan import MemoryBudget
 from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE
 from longspan.plan.memory.stage_bytes import CONTEXT_BYTES
@@ -58,7 +59,7 @@ def gather_facts(
     return Facts(
         home=world.home,
         machine=run_machine(config, gpu=gpu),
-        model=model,
+        model=planned_configuration(model, config.model.path),
         lengths_of_step=lengths_of_step,
         steps=steps,
         budget=budget,

@@ -33,6 +33,7 @@ from longspan.evaluation.request import EvalRequest, Subject, find_saved_weights
 from longspan.layout import Layout
 from longspan.model import load_model
 from longspan.model.weights.hf_folder import read_configuration
+from longspan.plan.shape.packed import packed_weights_of_model
 from longspan.run import checks
 from longspan.run.checks import check_config
 from longspan.train.start.start_times import Starts
@@ -225,10 +226,12 @@ def _run_over(base: str, folder: Path, **keys: Any) -> RunConfig:
 
 
 def test_a_base_in_8_bits_merges_into_dequantised_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Training of all weights over it is refused."""
-    base = write_base(tmp_path / "base")
+    """Its plans count them as the folder stores them. Training of all weights over it is refused."""
+    base = write_base(tmp_path / "base", hidden_size=64, intermediate_size=96)
     quantise_float8(base, weight_block_size=None, activation_scheme="static")
-    config = _run_over(str(base), tmp_path)
+    config = _run_over(str(base), tmp_path, train__device_memory_limit=10**9)
+    memory = json.loads((Path(config.run.dir) / "run.json").read_text())["memory"]
+    assert memory["device"]["packed"] == packed_weights_of_model(base, "stored").bytes > 0
     assert cli_main(["export", config.run.dir, str(tmp_path / "out"), "--merge", "--dtype", "float64"]) == 0
     exact = {name: x.double() for name, x in read_float8(base, torch.float64).items()}
     merged = load_file(tmp_path / "out" / "model.safetensors")

@@ -38,10 +38,10 @@ from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
 from longspan.model.seams.set_forwards import is_wrapped_by_others, modules_with_instance_forward
-from longspan.model.weights.hf_folder import DEQUANTIZE
 from longspan.plain_text import items_text
 from longspan.plan.shape.families import find_family
 from longspan.plan.shape.layers import INDEXED
+from longspan.plan.shape.quantization import DEQUANTIZE
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 

@@ -60,6 +60,12 @@ class PackedFormat(ABC):
             scales = scales[..., start : start - (-columns // rows.block) * rows.scale_bytes]  # rounded up
         return torch.cat((codes, scales), -1)
 
+    def read_scales(self, packed: Tensor, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the scales (rows, scales of a row) of packed rows of `columns` numbers, in the dtype of their bytes."""
+        scales = packed[:, int(columns * self.rows.number_bytes) :]
+        # A copy begins at an address that float32 may have; the scales of a single row need not.
+        return scales.clone(memory_format=torch.contiguous_format).view(dtype)
+
     def pack(self, weight: Tensor) -> Tensor:
         """Return a weight (rows, columns), of any float dtype, as uint8 (rows, bytes).
 
@@ -118,7 +124,7 @@ class FourBit(PackedFormat):
 
     def values(self, packed: Tensor, columns: int) -> Tensor:
         codes = packed[:, : columns // 2]
-        scales = packed[:, columns // 2 :].contiguous().view(torch.float32)
+        scales = self.read_scales(packed, columns)
         pairs = torch.stack((codes >> 4, codes & 15), -1).flatten(1)
         numbers = value_table(VALUES[self.kind], packed.device)[pairs.int()]
         return (numbers.unflatten(1, (-1, self.rows.block)) * scales.unsqueeze(-1)).flatten(1).to(self.dtype)

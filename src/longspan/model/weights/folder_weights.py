@@ -27,9 +27,10 @@ from transformers.core_model_loading import (
 )
 
 from longspan.errors import ModelError, plural
-from longspan.model.weights.hf_folder import DEQUANTIZE, OWN_MODEL, folder_error_text, weight_files
+from longspan.model.weights.hf_folder import OWN_MODEL, folder_error_text, weight_files
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.tied_names import tied_names
+from longspan.plan.shape.quantization import DEQUANTIZE
 
 # A file tensor is read, or a part of it, when the value of its name is indexed.
 _Slices = Mapping[str, Any]

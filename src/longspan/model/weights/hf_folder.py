@@ -6,6 +6,7 @@ Nothing is downloaded.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,17 +22,13 @@ from longspan.files import read_json
 from longspan.model.presets import PRESETS
 from longspan.model.weights.tokenizer_files import GENERATION
 from longspan.plan.shape.families import first_version
-from longspan.plan.shape.quantization import find_quantization_settings
+from longspan.plan.shape.quantization import DEQUANTIZE, find_quantization_settings
 
 # Every from_pretrained of a folder gets these options.
 FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}
 OWN_MODEL = (
     "use a folder in transformers' own format, or make the model in a program of your own and give it to "
     "longspan.prepare"
-)
-DEQUANTIZE = (
-    "load it in transformers, dequantize it (dequantize=True of its quantization configuration, or "
-    "model.dequantize()), save it by save_pretrained and use that folder"
 )
 _QUANTIZED = "quantization_config"
 _WEIGHTS = (
@@ -167,6 +164,18 @@ def quantization_settings(folder: Path) -> dict[str, Any]:
         return find_quantization_settings(read_json(folder / "config.json"))
     except (ValueError, TypeError, OSError):  # whoever reads the configuration says so
         return {}
+
+
+def planned_configuration(configuration: Any, folder: str) -> Any:
+    """Return the configuration by which plans count the weights of a model that is read from a folder ("": from none):
+    with the folder's `quantization_config`, which a model's own configuration leaves out.
+    """
+    settings = quantization_settings(Path(folder)) if folder else {}
+    if not settings:
+        return configuration
+    planned = copy(configuration)
+    planned.quantization_config = settings
+    return planned
 
 
 def _folder_advice() -> str:

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple, cast
 
 from longspan.errors import ModelError
 
+DEQUANTIZE = (
+    "load it in transformers, dequantize it (by its method: dequantize=True of its quantization configuration, or "
+    "model.dequantize()), save it by save_pretrained and use that folder"
+)
 _ADVICE = (
     "use a folder in float8 (fp8 or compressed-tensors), in symmetric int4 of compressed-tensors (pack-quantized, by "
-    "group or channel), in 4 or 8 bits of bitsandbytes or in MXFP4, or dequantize this one: load it in transformers, "
-    "dequantize it (dequantize=True of its quantization configuration, or model.dequantize()), and save it"
+    f"group or channel), in 4 or 8 bits of bitsandbytes or in MXFP4, or dequantize this one: {DEQUANTIZE}"
 )
 
 

@@ -77,7 +77,10 @@ def test_whole_and_unknown_linears() -> None:
     assert stored_weight_of_module(nn.Linear(64, 64)) is None
     coded = nn.Linear(64, 64, bias=False)
     coded.weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ModelError, match=r"a Linear holds codes \(weight\), which are not read; load the model with"):
+    says = (
+        r"a Linear holds codes \(weight\), which are not read; read the folder by load_model\(folder, quantized=True\),"
+    )
+    with pytest.raises(ModelError, match=says):
         stored_weight_of_module(coded)
     with pytest.raises(ModelError, match="a Linear4bit has weights in bfloat16, which bitsandbytes has not quantised"):
         stored_weight_of_module(_four_bit(quant_type="nf4"))

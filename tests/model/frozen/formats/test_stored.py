@@ -17,7 +17,7 @@ from longspan.model.frozen import packed_format
 from longspan.model.frozen.formats.storage_methods import find_storage_method
 from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.weights.fill import find_deferred_weights
-from longspan.model.weights.hf_folder import quantization_settings
+from longspan.model.weights.hf_folder import planned_configuration, quantization_settings, read_configuration
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.plan.shape.packed import find_packed_form
 from tests.model.frozen.formats.folders import CASES, GATE, write_config
@@ -56,8 +56,10 @@ def test_packed_rows_of_a_part_are_those_of_the_whole(folders: Path, case: str) 
     """By rows or experts, wherever a part begins and ends; unpacked they are the weights."""
     folder = _folder(folders, case)
     stored = find_storage_method(quantization_settings(folder))
-    form = find_packed_form(folder, "stored")  # by which memory is planned
+    form = find_packed_form(folder, "stored")  # by which memory is planned, as `longspan plan` reads the folder
     assert stored is not None and form is not None
+    of_run = planned_configuration(read_configuration(folder), str(folder))
+    assert find_packed_form(of_run, "stored") == find_packed_form(of_run, "auto") == form
     tensors = load_file(folder / "model.safetensors")
     exact = load_model(folder, dtype="float32", quantized=True).state_dict()
     packed = {name: x for name, x in stored.join_weights(tensors).items() if isinstance(x, StoredWeight)}
@@ -364,6 +366,9 @@ def test_the_last_block_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = scales.repeat_interleave(64, 0)[:100].repeat_interleave(64, 1)[:, :160]
     exact = codes.float() * wide
     assert torch.equal(weight[...], exact) and torch.equal(weight[3:70, 5:], exact[3:70, 5:])
+    # A single row of 66 codes ends where no float32 begins.
+    narrow = stored.make_weight("a.weight", {"a.weight": codes[:3, :66], "a.weight_scale_inv": scales[:1, :2]})
+    assert torch.equal(narrow[1:2], exact[1:2, :66])
     with pytest.raises(
         ModelError, match=r"scale_inv is \(3, 2\) in the files, and \(2, 3\) is expected of a weight of"
     ):

@@ -30,7 +30,7 @@ class Float8(PackedFormat):
 
     def values(self, packed: Tensor, columns: int) -> Tensor:
         codes = packed[:, :columns].view(torch.float8_e4m3fn).float()
-        scales = packed[:, columns:].contiguous().view(torch.float32)
+        scales = self.read_scales(packed, columns)
         if self.rows.block:
             scales = scales.repeat_interleave(self.rows.block, 1)[:, :columns]
         return (codes * scales).to(self.dtype)

@@ -30,8 +30,7 @@ class Int4(PackedFormat):
 
     def values(self, packed: Tensor, columns: int) -> Tensor:
         codes = packed[:, : columns // 2]
-        # A copy begins at an address that float32 may have; the scales of a single row need not.
-        scales = packed[:, columns // 2 :].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        scales = self.read_scales(packed, columns)
         numbers = torch.stack((codes & 15, codes >> 4), -1).flatten(1).float() - 8
         products = numbers.unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(-1)
         return products.flatten(1).to(self.dtype)

@@ -26,7 +26,7 @@ class Int8(PackedFormat):
     rows: PackedRows = INT8
 
     def values(self, packed: Tensor, columns: int) -> Tensor:
-        scales = packed[:, columns:].contiguous().view(torch.float32)
+        scales = self.read_scales(packed, columns)
         return packed[:, :columns].view(torch.int8) * scales * _PER_CODE
 
 

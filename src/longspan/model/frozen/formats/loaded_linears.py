@@ -11,6 +11,7 @@ from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_adapted
 from longspan.model.frozen.formats.storage_methods import find_storage_method
 from longspan.model.frozen.formats.stored_weight import StoredWeight
+from longspan.plan.shape.quantization import DEQUANTIZE
 
 # The key is the name of a class.
 _SETTINGS = {
@@ -85,8 +86,8 @@ def stored_weight_of_module(module: nn.Module) -> StoredWeight | None:
         own_parameters = module.named_parameters(recurse=False)
         if codes := [name for name, x in own_parameters if not x.is_floating_point() or x.element_size() == 1]:
             raise ModelError(
-                f"a {type(module).__name__} holds codes ({codes[0]}), which are not read; load the model with "
-                "BitsAndBytesConfig, or dequantize it (model.dequantize())"
+                f"a {type(module).__name__} holds codes ({codes[0]}), which are not read; read the folder by "
+                f"load_model(folder, quantized=True), load whole weights with BitsAndBytesConfig, or {DEQUANTIZE}"
             )
         return None
     weight: Any = module.weight

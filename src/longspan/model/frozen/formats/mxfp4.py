@@ -29,7 +29,7 @@ class Mxfp4(PackedFormat):
     def values(self, packed: Tensor, columns: int) -> Tensor:
         codes = packed[:, : columns // 2]
         pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
-        scales = packed[:, columns // 2 :].contiguous().view(torch.float8_e8m0fnu).float()
+        scales = self.read_scales(packed, columns, torch.float8_e8m0fnu).float()
         table = value_table((*_MAGNITUDES, *(-x for x in _MAGNITUDES)), packed.device)
         return (table[pairs.int()].unflatten(1, (-1, self.rows.block)) * scales.unsqueeze(-1)).flatten(1)
 
