@@ -61,7 +61,7 @@ class PackedFormat(ABC):
         return torch.cat((codes, scales), -1)
 
     def read_scales(self, packed: Tensor, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the scales (rows, scales of a row) of packed rows of `columns` numbers, in the dtype of their bytes."""
+        """Return the scales (rows, scales of a row) of packed rows of `columns` numbers, in their bytes' dtype."""
         scales = packed[:, int(columns * self.rows.number_bytes) :]
         # A copy begins at an address that float32 may have; the scales of a single row need not.
         return scales.clone(memory_format=torch.contiguous_format).view(dtype)
