@@ -181,6 +181,27 @@ class HookedParam(FSDPParam):
         """What FSDP2 is to gather; it asks on the stream that gathers."""
         return super().all_gather_inputs if self.source is None else [self.source.take_shard(self)]
 
+    @property
+    def _gathers_itself(self) -> bool:
+        """Whether one rank has the whole parameter, as it is gathered: not cast, moved or unpacked."""
+        alone = self.mesh_info.shard_mesh_size == 1 and self.source is None and self.unpacking is None
+        extended = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+        return alone and self.param_dtype is None and not self.offload_to_cpu and not extended
+
+    def init_all_gather_outputs(self, *sizes: Any, **options: Any) -> None:
+        """Make memory for the gathered parameter, or take the shard, onto which FSDP2 copies nothing."""
+        if not self._gathers_itself:
+            super().init_all_gather_outputs(*sizes, **options)
+        elif not self.all_gather_outputs or self.all_gather_outputs[0] is not self.shard:
+            self.all_gather_outputs: list[Tensor] = [self.shard]
+            # It was a view of an earlier shard.
+            vars(self).pop("_unsharded_param", None)
+
+    def free_unsharded_param(self) -> None:
+        """Free the memory of the gathered parameter, where it is not the shard's."""
+        if not self._gathers_itself:
+            super().free_unsharded_param()
+
     def init_unsharded_param(self) -> None:
         """Make FSDP2's gathered parameter; of bytes write the weight, which FSDP2 frees as any other, and free them."""
         if self.unpacking is None:
@@ -249,6 +270,16 @@ class HookedParamGroup(FSDPParamGroup):
         """Whether no pass of the group's module is under way."""
         return self._training_state == TrainingState.IDLE
 
+    def post_backward(self, *unused: Any) -> None:
+        """Send gradients: with one rank in their own type, unless passes before were added in float32."""
+        trained = [parameter for parameter in self.fsdp_params if parameter.sharded_param.requires_grad]
+        if trained and isinstance(self._reduce_scatter_comm, SumIsMessage):
+            self._reduce_scatter_comm.forget_message()
+            own = trained[0].orig_dtype
+            is_wide = any(getattr(_unsummed_gradient(parameter), "dtype", own) != own for parameter in trained)
+            self._reduce_dtype: torch.dtype | None = trained[0].reduce_dtype if is_wide else own
+        super().post_backward(*unused)
+
     def sum_in_own_memory(self) -> None:
         """Take the memory of sums from FSDP2's own stream again, which keeps no more than those of one group."""
         self._reduce_scatter_comm = DefaultReduceScatter()
@@ -283,6 +314,12 @@ class HookedParamGroup(FSDPParamGroup):
             self.listener.end_reshard(self)
 
 
+def _unsummed_gradient(parameter: Any) -> Tensor | None:
+    if parameter.unsharded_accumulated_grad is not None:
+        return parameter.unsharded_accumulated_grad
+    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+
+
 def hook_parameter(parameter: Any) -> HookedParam:
     """Make one of FSDP2's parameters a HookedParam, in place; hooks that it has stay."""
     parameter.__class__ = HookedParam
@@ -304,10 +341,10 @@ _READ = (
 )
 _CALLED = {
     FSDPParam: (
-        *("_get_grad_inner_tensor", "_setattr_on_modules", "all_gather_inputs", "init_dtype_attrs"),
-        *("init_unsharded_param", "to_sharded_dtensor"),
+        *("_get_grad_inner_tensor", "_setattr_on_modules", "all_gather_inputs", "free_unsharded_param"),
+        *("init_all_gather_outputs", "init_dtype_attrs", "init_unsharded_param", "to_sharded_dtensor"),
     ),
-    FSDPParamGroup: ("is_sharded", "reshard", "unshard", "wait_for_unshard"),
+    FSDPParamGroup: ("is_sharded", "post_backward", "reshard", "unshard", "wait_for_unshard"),
 }
 
 
@@ -336,6 +373,27 @@ def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
 
 
 # ---- the memory of sums of gradients
+
+
+class SumIsMessage(DefaultReduceScatter):
+    """Sums of one rank: in the message itself, onto which FSDP2 (torch 2.11 to 2.15) copies it.
+
+    FSDP2 asks for memory of a message, then for that of its sum; `forget_message` comes before each message.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._message: Tensor | None = None
+
+    def forget_message(self) -> None:
+        """What is asked for next is a message, whatever came before."""
+        self._message = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an empty tensor for a message, then the same for its sum."""
+        message = self._message
+        self._message = super().allocate(size, dtype=dtype, device=device) if message is None else None
+        return self._message if message is None else message  # pyright: ignore[reportReturnType]
 
 
 class SumsInComputeMemory(DefaultReduceScatter):
@@ -379,8 +437,22 @@ def sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> b
     return True
 
 
+def leave_out_copies_of_one_rank(root: nn.Module) -> None:
+    """Let passes read shards themselves, and gradients be the messages of their sums, where one rank has all of both.
+
+    Nothing is divided by one, nor cast to float32 and back: the bits are the same.
+    """
+    for group in fsdp_param_groups(fsdp_modules(root)):
+        if group.mesh_info.mesh.size() == 1:
+            hook_group(group)
+            for parameter in group.fsdp_params:
+                hook_parameter(parameter)
+            group.gradient_divide_factor = None
+            group._reduce_scatter_comm = SumIsMessage()
+
+
 def sum_on_computing_stream(root: nn.Module) -> None:
-    """Let FSDP2 cast sums into gradients on the stream that computes: with one rank no message hides behind its work.
+    """Let FSDP2 sum gradients on the stream that computes: with one rank no message hides behind its work.
 
     All gradients would otherwise be in memory of FSDP2's own stream for sums, which the next forward pass could not
     use. FSDP2 has no setting for it: its context, shared by all modules of the root, makes streams in `lazy_init`.

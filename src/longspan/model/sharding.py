@@ -26,6 +26,7 @@ from longspan.model.fsdp_params import (
     drop_partial_sums,
     fsdp_modules,
     has_partial_sums,
+    leave_out_copies_of_one_rank,
     leave_out_idle_hooks,
     sum_on_computing_stream,
     sums_become_gradients,
@@ -86,11 +87,12 @@ def shard_over_slots(
         # FSDP2 itself treats a root so.
         _RESHARDS[module] = frees and module is not root
         _SHARDINGS[module] = sharding
-        if world.device.type != "cuda":  # only there memory belongs to streams
-            continue
-        if sums_become_gradients(module, policy):
+        # Memory of GPUs belongs to streams.
+        if world.device.type == "cuda" and sums_become_gradients(module, policy):
             module.set_custom_reduce_scatter(SumsInComputeMemory())
-        elif world.meshes.fsdp.size() == 1:
+    if world.meshes.fsdp.size() == 1:
+        leave_out_copies_of_one_rank(root)
+        if world.device.type == "cuda":
             sum_on_computing_stream(root)
 
 

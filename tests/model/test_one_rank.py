@@ -1,0 +1,104 @@
+"""One rank: passes read the shards themselves, and gradients are the messages of their sums, with FSDP2's own bits."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan import Layout, World, plan_fixed, run_step
+from longspan.model import sharding
+from longspan.model.fsdp_params import SumIsMessage, fsdp_modules, fsdp_param_groups
+from longspan.model.weights.local_tensors import local_tensor
+from tests.model.stock import gradients_of, prepare_untried, texts, tiny
+
+DOCUMENTS = texts([9, 14, 6, 11])
+
+Case = tuple[torch.dtype, torch.dtype | None, str, dict[str, Any]]
+CASES: list[Case] = [
+    (torch.bfloat16, None, "lockstep", {}),
+    (torch.bfloat16, None, "lockstep", {"sync_each_batch": False, "reshard_after_forward": False}),
+    (torch.bfloat16, None, "free", {}),
+    (torch.float32, torch.bfloat16, "lockstep", {}),
+    (torch.float32, torch.bfloat16, "free", {}),
+    (torch.float32, None, "lockstep", {"activation_checkpointing": "full"}),
+]
+
+
+def trained(case: Case, steps: int = 2, family: str = "qwen3") -> tuple[Any, list[dict[str, Tensor]]]:
+    dtype, compute, mode, options = case
+    gradients = list[dict[str, Tensor]]()
+    with World(Layout(1)) as world:
+        model = prepare_untried(tiny(family, dtype), world, compute_dtype=compute, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        plan = plan_fixed([len(x) for x in DOCUMENTS], world.home, cp=1, max_tokens_per_slot=16, mode=mode)
+        assert len(plan.micro_batches) > 2
+        for _ in range(steps):
+            optimizer.zero_grad()
+            run_step(model, plan, DOCUMENTS, world)
+            gradients.append({name: gradient.clone() for name, gradient in gradients_of(model).items()})
+            optimizer.step()
+    return model, gradients
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """FSDP2 as it is."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sharding, "leave_out_copies_of_one_rank", lambda root: None)
+        yield patch
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_have_the_bits_of_fsdp2s_copies(case: Case, without: pytest.MonkeyPatch) -> None:
+    _, copied = trained(case)
+    without.undo()
+    model, own = trained(case)
+    assert all(isinstance(group._reduce_scatter_comm, SumIsMessage) for group in fsdp_param_groups(fsdp_modules(model)))
+    for expected, found in zip(copied, own, strict=True):
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert any(not torch.equal(a[name], b[name]) for a, b in pairwise(own) for name in a)
+
+
+def places(model: Any) -> tuple[set[int], set[int]]:
+    """The memory of parameters as passes find them, and of shards."""
+    shards = {local_tensor(p.detach()).untyped_storage().data_ptr() for p in model.parameters()}
+    for module in fsdp_modules(model):
+        module.unshard()
+    whole = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    for module in fsdp_modules(model):
+        module.reshard()
+    return whole, shards
+
+
+def test_passes_read_the_shards_also_after_these_have_moved() -> None:
+    # Assigning would undo a tie.
+    model, _ = trained(CASES[0], steps=1, family="llama")
+    whole, shards = places(model)
+    assert whole == shards
+    before = {name: local_tensor(p.detach()).clone() for name, p in model.named_parameters()}
+    model.load_state_dict({name: p.detach().clone() for name, p in model.state_dict().items()}, assign=True)
+    moved, shards_now = places(model)
+    assert moved == shards_now and not moved & whole
+    after = {name: local_tensor(p.detach()) for name, p in model.named_parameters()}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_parameters_that_are_cast_have_memory_of_their_own() -> None:
+    model, _ = trained(CASES[3], steps=1)
+    whole, shards = places(model)
+    assert not whole & shards
+    assert {local_tensor(p.detach()).dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_message_that_was_not_sent_is_no_sum_of_the_next() -> None:
+    comm = SumIsMessage()
+    memory = [comm.allocate((4,), dtype=torch.float32, device=torch.device("cpu"))]
+    comm.forget_message()  # an error came between
+    memory += [comm.allocate((4,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)]
+    memory.append(comm.allocate((4,), dtype=torch.float32, device=torch.device("cpu")))
+    assert memory[1] is memory[2]
+    assert memory[0] is not memory[1] and memory[2] is not memory[3]
