@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longspan import Layout, World, plan_fixed, run_step
 from longspan.model import sharding
+from longspan.model.execution import model_execution
 from longspan.model.fsdp_params import SumIsMessage, fsdp_modules, fsdp_param_groups
 from longspan.model.weights.local_tensors import local_tensor
 from tests.model.stock import gradients_of, prepare_untried, texts, tiny
@@ -102,3 +103,38 @@ def test_a_message_that_was_not_sent_is_no_sum_of_the_next() -> None:
     memory.append(comm.allocate((4,), dtype=torch.float32, device=torch.device("cpu")))
     assert memory[1] is memory[2]
     assert memory[0] is not memory[1] and memory[2] is not memory[3]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "added"),
+    [
+        (torch.bfloat16, {}, torch.bfloat16),
+        (torch.bfloat16, {"sync_each_batch": False, "reshard_after_forward": False}, torch.float32),
+        (torch.bfloat16, {"shard_parameters": False}, torch.bfloat16),
+        (torch.float32, {"compute_dtype": torch.bfloat16}, torch.float32),
+    ],
+)
+def test_micro_batches_are_added_in_the_type_that_a_run_names(
+    dtype: torch.dtype, options: dict[str, Any], added: torch.dtype
+) -> None:
+    # 16 targets in each of four documents: to divide by targets is exact.
+    documents = texts([17] * 4)
+    with World(Layout(1)) as world:
+        model = prepare_untried(tiny("llama", dtype), world, **options)
+        execution = model_execution(model)
+        assert (execution.added_dtype or execution.reduce_dtype) == added
+        plan = plan_fixed([17] * 4, world.home, cp=1, max_tokens_per_slot=17)
+
+        def gradients(documents: Any) -> dict[str, Tensor]:
+            model.zero_grad()
+            step = plan_fixed([17] * len(documents), world.home, cp=1, max_tokens_per_slot=17)
+            run_step(model, step, documents, world)
+            return {name: gradient.clone() for name, gradient in gradients_of(model).items()}
+
+        order = [document for batch in plan.micro_batches for document in batch.documents]
+        together, alone = gradients(documents), [gradients([documents[i]]) for i in order]
+    for name, gradient in together.items():
+        total = alone[0][name].to(added) / 4
+        for part in alone[1:]:
+            total += part[name].to(added) / 4
+        assert torch.equal(total.to(dtype), gradient), name

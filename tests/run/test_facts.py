@@ -19,7 +19,7 @@ from longspan.model.execution import Execution, model_execution
 from longspan.plan import Cost, Machine, plan_fixed
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run import collect_facts
-from longspan.run.collect_facts import mixers_text
+from longspan.run.collect_facts import gradient_sums_text, mixers_text
 from longspan.run.facts import RunFacts, TrainResult
 from longspan.train import step_figures as figures_module
 from longspan.train.step_figures import StepFigures, make_step_figures
@@ -150,4 +150,8 @@ def test_a_prepared_model_says_what_it_computes_with(dtype: str) -> None:
         computed = model_execution(prepare(model, world, compute_dtype=torch.bfloat16))
     assert computed.parameter_dtype == getattr(torch, dtype)
     assert (computed.compute_dtype, computed.reduce_dtype) == (torch.bfloat16, torch.float32)
+    over_batches = f"gradients summed in {dtype}"
+    assert gradient_sums_text(computed, 1) == over_batches
+    over_both = "gradients summed over slots in float32, over micro-batches in bfloat16"
+    assert gradient_sums_text(computed, 2) == (over_both if dtype == "bfloat16" else over_batches)
     assert {call.mask.window for call in computed.calls} == {None, model.config.sliding_window}

@@ -17,8 +17,9 @@ from longspan.attention import AttendCall, choose_kernel
 class Execution:
     """Types of parameters, of arithmetic and of sums of gradients, and the different attention calls of the layers.
 
-    `kernel` is the one requested by name (None: each call takes the first that can); `mixers` counts state-space
-    layers. `words` are what features say that they did, by the label under which a run prints it.
+    Gradients are summed over slots in `reduce_dtype`, and those sums over micro-batches in `added_dtype` (None: in
+    that too). `kernel` is the one requested by name (None: each call takes the first that can); `mixers` counts
+    state-space layers. `words` are what features say that they did, by the label under which a run prints it.
     """
 
     parameter_dtype: torch.dtype
@@ -27,6 +28,7 @@ class Execution:
     calls: tuple[AttendCall, ...]
     kernel: str | None = None
     mixers: int = 0
+    added_dtype: torch.dtype | None = None
     words: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -64,6 +64,15 @@ def collect_facts(run: TrainingRun) -> RunFacts:
     )
 
 
+def gradient_sums_text(execution: Execution, slots: int) -> str:
+    """Say in which types gradients are summed: one slot has sums over micro-batches alone."""
+    reduced, added = execution.reduce_dtype, execution.added_dtype or execution.reduce_dtype
+    over_slots, over_batches = (str(dtype).removeprefix("torch.") for dtype in (reduced, added))
+    if slots == 1 or reduced == added:
+        return f"gradients summed in {over_batches}"
+    return f"gradients summed over slots in {over_slots}, over micro-batches in {over_batches}"
+
+
 def _frozen_dtype_text(config: RunConfig, dtype: str) -> str:
     published = source_dtype(config.model)
     source = "folder" if config.model.source else "preset"
@@ -99,10 +108,10 @@ def _fact_lines(
     sizes += f", {_count_text(trained)} trained" if config.lora.rank or config.train.freeze else ""
     sizes += f", {experts.of_token} of {experts.of_layer} experts a token" if experts.of_layer else ""
     yield "model", f"{config.model.source or config.model.preset}: {sizes}"
-    dtypes = execution.parameter_dtype, execution.compute_dtype, execution.reduce_dtype
-    parameter, compute, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    dtypes = execution.parameter_dtype, execution.compute_dtype
+    parameter, compute = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     weights = _frozen_dtype_text(config, parameter) if config.lora.rank else f"parameters {parameter}"
-    yield "precision", f"{weights}, compute {compute}, gradients summed in {reduced}"
+    yield "precision", f"{weights}, compute {compute}, {gradient_sums_text(execution, home.slots)}"
     yield "devices", _device_text(run)
     slots = plural(home.slots, "slot") + (f" ({run.world.node_size} a host)" if _count_hosts(run.world) > 1 else "")
     # parallel.vpp is no degree of a home, but is shown among them
