@@ -13,11 +13,12 @@ from longspan.model import sharding
 from longspan.model.execution import model_execution
 from longspan.model.fsdp_params import SumIsMessage, fsdp_modules, fsdp_param_groups
 from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan.micro_batch import Mode
 from tests.model.stock import gradients_of, prepare_untried, texts, tiny
 
 DOCUMENTS = texts([9, 14, 6, 11])
 
-Case = tuple[torch.dtype, torch.dtype | None, str, dict[str, Any]]
+Case = tuple[torch.dtype, torch.dtype | None, Mode, dict[str, Any]]
 CASES: list[Case] = [
     (torch.bfloat16, None, "lockstep", {}),
     (torch.bfloat16, None, "lockstep", {"sync_each_batch": False, "reshard_after_forward": False}),

@@ -184,7 +184,7 @@ class HookedParam(FSDPParam):
     @property
     def _gathers_itself(self) -> bool:
         """Whether one rank has the whole parameter, as it is gathered: not cast, moved or unpacked."""
-        alone = self.mesh_info.shard_mesh_size == 1 and self.source is None and self.unpacking is None
+        alone = self.mesh_info.mesh.size() == 1 and self.source is None and self.unpacking is None
         extended = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
         return alone and self.param_dtype is None and not self.offload_to_cpu and not extended
 

@@ -58,6 +58,15 @@ class Sharding:
         low = self.shard_parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)
 
+    def added_dtype(self, model: nn.Module, replicas: int) -> torch.dtype | None:
+        """Return the dtype in which sums over slots are added over micro-batches; None: that of the sums themselves.
+
+        They are added to `.grad`, in the parameters' type, unless they are summed once a step, or over replicas then.
+        """
+        if self.shard_parameters and not (self.sync_each_batch and replicas == 1):
+            return None
+        return next((parameter.dtype for parameter in model.parameters() if parameter.requires_grad), None)
+
 
 def _dtype_bits(dtype: torch.dtype) -> int:
     """The implicit leading bit is included: 8 of bfloat16, 24 of float32."""

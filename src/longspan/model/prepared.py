@@ -174,10 +174,7 @@ def prepare_language_model(
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
     reduce_dtype = sharding.mixed_precision_policy(model).reduce_dtype or dtype
-    # FSDP2 adds to `.grad`, in the parameters' type; where it sums once a step, or over replicas, in the message's.
-    sums_each = sharding.sync_each_batch and world.home.dp_replicate == 1
-    trained = next((parameter.dtype for parameter in model.parameters() if parameter.requires_grad), model.dtype)
-    added_dtype = trained if sums_each or not sharding.shard_parameters else None
+    added_dtype = sharding.added_dtype(model, world.home.dp_replicate)
     execution = Execution(
         model.dtype, dtype, reduce_dtype, calls, options.attention_kernel, added_dtype=added_dtype
     )
