@@ -170,7 +170,10 @@ LATENT = QWEN3_8B | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head
             "two attentions",
         ),
         ({"model_type": "hrm_text", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 10}, "stacks of layers"),
-        (LATENT | {"index_topk": 8}, "keys that rows choose, whose memory no configuration tells"),
+        (
+            LATENT | {"layer_types": ["indexed_attention"] * 36},
+            "keys that rows choose, whose memory no configuration tells",
+        ),
         ({"hidden_size": 64, "num_hidden_layers": 2}, "has no vocab_size"),
     ],
 )

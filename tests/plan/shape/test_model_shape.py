@@ -128,17 +128,6 @@ def test_sizes(changes: dict[str, Any], weights: int, query: int, key: int) -> N
     assert (shape.weights, shape.query_width, shape.key_width, shape.layers) == (weights, query, key, 2)
 
 
-@pytest.mark.parametrize(
-    "family", rarely(sorted({"axk2", "deepseek_v32", "glm_moe_dsa"} & {*CONFIG_MAPPING}), {"glm_moe_dsa"})
-)
-def test_weights_of_models_whose_rows_choose_their_keys_are_counted_without_indexers(family: str) -> None:
-    config: Any = CONFIG_MAPPING[family](num_hidden_layers=4)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "indexer" not in name)
-    assert ModelShape.of(config).stored_weights == pytest.approx(weights, rel=1e-3)
-
-
 CHOOSING = {"layer_types": ["indexed_attention"] * 2, "indexer_types": ["full", "shared"], "kv_lora_rank": 6}
 CHOOSING |= {"qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5, "index_topk": 16, "index_n_heads": 3}
 CHOOSING |= {"index_head_dim": 7}
@@ -146,12 +135,15 @@ CHOOSING |= {"index_head_dim": 7}
 
 def test_chosen_keys_cost_tokens_the_same_and_their_choice_all_pairs() -> None:
     shape, price = ModelShape.of(SMALL | CHOOSING), flops_cost(SMALL | CHOOSING, tflops=1e-12)
-    assert (shape.indexed_layers, shape.chosen, shape.index_width) == (2, 16, 3 * 7)  # one layer chooses for both
-    assert (shape.chosen_width, shape.key_width, shape.kv_heads) == (2 * 8, 8, 1)  # latents of 6 + 4 and 6 numbers
-    assert price.attention_seconds == 3 * 21 and price.ring_bytes == 2 * 3 * 2 * 8 * 2
-    assert price.linear_seconds == 6 * shape.weights + 3 * 2 * 14 * 16 * 16
+    ((choice, layers, indexers),) = shape.choosing
+    assert (layers, indexers, choice.row_pairs, choice.heads * choice.size) == (2, 1, 16, 3 * 7)  # one chooses for both
+    assert (choice.width, shape.key_width, shape.kv_heads) == (2 * 8, 8, 1)  # latents of 6 + 4 and 6 numbers
+    assert price.attention_seconds == 3 * 21 and price.choice_share == 1
+    assert price.ring_bytes == (2 * 3 * 2 * 8 + 7) * 2
+    linear = 6 * shape.weights + 2 * shape.index_weights
+    assert price.linear_seconds == linear + 3 * 2 * 14 * 16 * 16
     chosen, pairs = 16 * 17 // 2 + 14 * 16, 30 * 31 // 2
-    flops = 6 * shape.weights * 30 + 2 * 12 * shape.query_width * chosen + 2 * 21 * pairs
+    flops = linear * 30 + 2 * 12 * shape.query_width * chosen + 2 * 21 * pairs
     assert model_flops(shape, [30]) == flops
 
 

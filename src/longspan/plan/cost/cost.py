@@ -156,7 +156,7 @@ def attention_imbalance(partition: str, tokens: Floats, squares: Floats, around:
 
 Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
-_CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size", "stages", "chunks")
+_CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size", "stages", "chunks", "choice_share")
 _DIVIDED_BY_TP = (
     "linear_seconds",
     "real_row_seconds",
@@ -168,7 +168,11 @@ _DIVIDED_BY_TP = (
 )
 
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders
-_GATHERED = 3.0  # times as long as in dense attention products of gathered keys take, and of a choice (H200)
+# Times as long as in dense attention by the fastest kernel products take of gathered keys and of a choice, and all
+# products where a bit masks each pair (H200, bench/records/indexed-attention-2xH200.md). Dense entries, and the windows
+# of rows beside entries, have heads for which no fast kernel is: they are taken to be as slow as gathered keys.
+_GATHERED = 3.0
+_MASKED = 3.3
 # A micro-batch's forward pass takes this share of its time.
 FORWARD_SHARE = 1 / 3
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
@@ -212,7 +216,8 @@ class Cost:
     the latency of a step; a ring takes `merge_seconds` a row to add a step to the output, `all_gather` `copy_seconds`
     to lay out a row. A micro-batch adds `micro_batch_seconds`, and takes no less than the `sharding_seconds` of FSDP2's
     messages behind its work and than the host's `launch_seconds`, with `group_launch_seconds` and
-    `document_launch_seconds` more for each group of a slot and document in it. A step adds `update_seconds`, and
+    `document_launch_seconds` more for each group of a slot and document in it. Of `attention_seconds` the
+    `choice_share` is of indexers, which run forward alone. A step adds `update_seconds`, and
     `closing_seconds` for what is gathered and summed once (free mode: `with_closing`). Weights on the host come for
     each pass in `streaming_seconds`, behind its work, and sums of their gradients for every backward pass but the first
     in `gradient_seconds` more; an update has `paging_seconds` of copies behind the first forward pass.
@@ -257,6 +262,7 @@ class Cost:
     node_size: int = field(default=8, compare=False)
     stages: int = 1
     chunks: int = 1
+    choice_share: float = 0.0
     states: StateCost | None = None
     network: Network | None = None
 
@@ -276,7 +282,7 @@ class Cost:
         check_count("heads of a cost", self.heads, least=0)
         for name in ("node_size", "stages", "chunks"):
             check_count(f"{name} of a cost", getattr(self, name))
-        for name, value in self.constants().items():
+        for name, value in (self.constants() | {"choice_share": self.choice_share}).items():
             check_number(name, value, above_zero=name.endswith("_per_second"))
 
     def constants(self) -> dict[str, Any]:
@@ -286,7 +292,9 @@ class Cost:
     @property
     def forward_shares(self) -> dict[str, float]:
         """What forward takes of both passes, by the name of a constant."""
-        return FORWARD_SHARES | ({"ring_bytes": self.network.block_share} if self.network else {})
+        attention = FORWARD_OF_ATTENTION * (1 - self.choice_share) + self.choice_share
+        shares = FORWARD_SHARES | {"attention_seconds": attention}
+        return shares | ({"ring_bytes": self.network.block_share} if self.network else {})
 
     def forward_only(self) -> "Cost":
         """Return the cost of forward passes only, as in an evaluation: the constants of `forward`, which were measured
@@ -514,7 +522,7 @@ class Cost:
             ) from None
 
 
-_CONSTANTS = tuple(f.name for f in dataclasses.fields(Cost) if f.type is float)
+_CONSTANTS = tuple(f.name for f in dataclasses.fields(Cost) if f.type is float and f.name not in _CHOICES)
 DEFAULT_COST = Cost()
 
 
@@ -533,24 +541,35 @@ def constants_of_shape(
 ) -> dict[str, Any]:
     """Return the fields of a `Cost` that follow from a model's shape at these rates. A row takes 6 FLOPs for each
     weight, and a causal document of L rows 7 products (2 forward, 5 backward) of L² / 2 pairs in each layer, of 2
-    FLOPs for each number of its queries. Under a window, chosen keys or a chunk a row has a number of pairs that does
-    not grow with its document, so that they are linear seconds; a row sees half a chunk in the mean. The choice of keys
-    is one product of all pairs. A ring sends keys and values forward and backward, and their gradients; an exchange has
-    queries, outputs, keys and values in both passes.
+    FLOPs for each number of its queries. Under a window, gathered keys or a chunk a row has a number of pairs that does
+    not grow with its document, so that they are linear seconds; a row sees half a chunk in the mean. Keys that bits
+    mask have all pairs, entries of m rows 1 / m of them. An indexer's products are one for each pair of a row and what
+    it scores, and 2 FLOPs of a row for each of its weights, forward alone. A ring sends keys and values forward and
+    backward, and their gradients, and index keys or pools once; an exchange has queries, outputs, keys and values in
+    both passes.
     """
-    full = shape.layers - shape.window_layers - shape.chunk_layers - shape.indexed_layers
     limited_flops = (
         shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
     ) * shape.query_width
-    limited_flops += _GATHERED * shape.indexed_layers * 14 * shape.chosen * shape.chosen_width
+    flops = float(shape.full_layers * 7 * shape.query_width)
+    choice_flops = 0.0
+    for choice, layers, indexers in shape.choosing:
+        limited_rows = choice.row_pairs if choice.gathers else choice.window
+        limited_flops += _GATHERED * layers * 14 * limited_rows * choice.width
+        if choice.form == "entries" and not choice.gathers:
+            flops += _GATHERED * layers * 7 * choice.width / choice.stride
+        elif not choice.gathers:
+            flops += _MASKED * layers * 7 * choice.width
+        choice_flops += _GATHERED * indexers * choice.heads * choice.size / choice.scored
     limited_seconds = limited_flops / (attention_tflops * 1e12)
+    row_flops = 6 * shape.weights + 2 * shape.index_weights
     scan_seconds = states.scan_seconds if states else 0.0
     return {
-        "linear_seconds": 6 * shape.weights / (tflops * 1e12) + limited_seconds + scan_seconds,
+        "linear_seconds": row_flops / (tflops * 1e12) + limited_seconds + scan_seconds,
         "real_row_seconds": 6 * shape.expert_weights / (tflops * 1e12),
-        "attention_seconds": (full * 7 * shape.query_width + _GATHERED * shape.index_width)
-        / (attention_tflops * 1e12),
-        "ring_bytes": float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
+        "attention_seconds": (flops + choice_flops) / (attention_tflops * 1e12),
+        "choice_share": choice_flops / (flops + choice_flops) if choice_flops else 0.0,
+        "ring_bytes": float((shape.layers * 3 * 2 * shape.key_width + shape.index_numbers) * bytes_per_value),
         "exchange_bytes": float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
         "ring_step_seconds": shape.layers * 2 * step_latency,
         "states": states,

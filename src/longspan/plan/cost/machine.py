@@ -506,7 +506,8 @@ class Machine:
         # These layers attend: a model of state-space layers only needs no network.
         if shape.layers:
             turns = 2 * bytes_per_number + max(4, bytes_per_number)
-            constants["ring_bytes"] = float(shape.layers * 2 * shape.key_width * turns)
+            index_bytes = shape.index_numbers * bytes_per_number
+            constants["ring_bytes"] = float(shape.layers * 2 * shape.key_width * turns + index_bytes)
             network = Network(
                 inside=self.inside,
                 across=self.across,
@@ -611,6 +612,7 @@ def cost_with_recomputation(
 
     Another forward pass takes a third of what a layer's weights take (2 FLOPs of 6); under "full" also 2 of
     attention's 7 products, one of the ring's two passes and a third of its bytes, and one of two exchanges of heads.
+    Keys are chosen again wherever a layer runs again.
     Under "selective" the queries, keys and values are exchanged once more. torch stops before the last product of a
     dense layer, from which nothing is kept. Gradients of `frozen` weights are not computed: 2 FLOPs of 6 less.
     """
@@ -622,13 +624,15 @@ def cost_with_recomputation(
     key_share = shape.key_width / max(1, shape.query_width + shape.key_width)
     scans = cost.states.scan_seconds if cost.states else 0.0
     recomputed_share = share * shape.recomputed_weights / shape.weights
-    repeated = ("attention_seconds", "ring_step_seconds", "ring_bytes", "merge_seconds", "copy_seconds")
+    repeated = ("ring_step_seconds", "ring_bytes", "merge_seconds", "copy_seconds")
     shares = cost.forward_shares
+    again = full * shares["attention_seconds"] + (share - full) * cost.choice_share
     weight_factor = 1 + (recomputed_share - frozen) * 2 / 6
     return replace(
         cost,
         linear_seconds=(cost.linear_seconds - scans) * weight_factor + scans * (1 + share / 3),
         real_row_seconds=cost.real_row_seconds * weight_factor,
+        attention_seconds=cost.attention_seconds * (1 + again),
         **{name: getattr(cost, name) * (1 + full * shares[name]) for name in repeated},
         exchange_bytes=cost.exchange_bytes * (1 + full / 2 + selective * (1 + key_share) / 4),
         states=cost.states and cost.states.with_recomputation(share),

@@ -10,6 +10,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.key_choices import CHOOSING
 from longspan.plan.shape.layers import (
     LayerKind,
     MixerShape,
@@ -21,6 +22,7 @@ from longspan.plan.shape.layers import (
     latent_widths,
     layer_kinds,
     layer_parts,
+    layer_types,
     mixer_kind,
     read_mixer_shape,
 )
@@ -111,7 +113,7 @@ class ModelNumbers:
         for uncounted, name in (
             (read.family.shared_blocks, "shared blocks"),
             (has_latent_attention(read) and bool(mixer_kind(read)), "latent attention beside state-space layers"),
-            (read.count("index_topk") > 0, "keys that rows choose"),
+            (any(kind in CHOOSING for kind in layer_types(read)), "keys that rows choose"),
         ):
             if uncounted:
                 raise PlanError(f"{read.where} has {name}, whose memory no configuration tells")

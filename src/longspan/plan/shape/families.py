@@ -213,6 +213,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": Family(
         small={"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
     ),
+    "dots3_note*": Family(unpriced="layers with widths of their own (per_layer_config)"),
     "dory": Family(
         # Its dict counts attention and MLPs apart: four layers, the two in the middle run again.
         small={
@@ -276,6 +277,7 @@ FAMILIES: dict[str, Family] = {
             "index_n_heads": lambda small: small["num_key_value_heads"],
         }
     ),
+    "mistral_large4*": Family(unpriced="keys and values that layers share"),
     "mllama": Family(no_images="its layers attend across to its images"),
     "nemotron_h": Family(
         rotary=False,
@@ -297,6 +299,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl*": Family(images="merged"),
     "qwen3_vl_moe_text": Family(tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
     "qwen3_vl_text": Family(tensor_parallel=_layer_plan(self_attn=_ATTENTION | _HEAD_NORMS, mlp=_GATED)),
+    "qwen4_exp*": Family(head_norms=True, gated_queries=True, gated_shared_expert=True),
     # 8 keys a row are two pools.
     "qwen4_exp_text": Family(
         small={

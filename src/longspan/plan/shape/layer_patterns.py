@@ -98,6 +98,10 @@ def _dots3_note(read: ConfigReader, layer: int) -> str:
     return full if read.value("use_sliding_window") is False or layer < 2 or layer % 4 == 1 else _SLIDING
 
 
+def _deepseek_v4(read: ConfigReader, layer: int) -> str:
+    return "compressed_sparse_attention" if layer >= 2 and layer % 2 else "heavily_compressed_attention"
+
+
 def _lfm3(read: ConfigReader, layer: int) -> str:
     if layer % 4 == 2:
         return _FULL
@@ -148,7 +152,7 @@ RULES: Mapping[str, Rule] = {
     "cwm": _first_of(4),
     "deepseek_ocr2_encoder": _from_max_window_layers,
     "deepseek_v32": _repeated("indexed_attention"),
-    "deepseek_v4": _repeated("compressed_sparse_attention"),
+    "deepseek_v4": _deepseek_v4,
     "dory": _last_of(4),
     "dots1": _from_max_window_layers,
     "dots3_note*": _dots3_note,

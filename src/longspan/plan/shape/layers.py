@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.key_choices import BLOCKS, CHOOSING, CHOSEN_ENTRIES, ENTRIES, INDEXED, compress_rate
 from longspan.plan.shape.layer_patterns import find_rule, full_is_indexed
 
-# Rows choose keys, by the names of transformers since 5.20 and before.
-INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
-ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED)
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *CHOOSING)
 MIXING = ("linear_attention", "conv")
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "sliding": "sliding_attention"}
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
@@ -22,13 +21,14 @@ _INSTEAD = {"moe": "mlp", "mlp": "moe"}
 
 
 class LayerKind(NamedTuple):
-    """What a layer has: the kind of its `attention`, or ""; whether a recurrence or convolution `mixes` its rows; and
-    what it `feeds`, an MLP ("dense"), "experts" or "".
+    """What a layer has: the kind of its `attention`, or ""; whether a recurrence or convolution `mixes` its rows; what
+    it `feeds`, an MLP ("dense"), "experts" or ""; and whether it has an indexer of its own, which `chooses` keys.
     """
 
     attention: str
     mixes: bool
     feeds: str
+    chooses: bool = False
 
 
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
@@ -56,6 +56,13 @@ def layer_types(read: ConfigReader) -> list[str]:
             return [names.get(str(kind), str(kind)) for kind in cast(Sequence[Any], types)]
     if isinstance(pattern := read.value("hybrid_override_pattern"), str):
         return [_LETTERS.get(letter, letter) for letter in pattern]
+    # Of MiniMax's published files this table tells them, and of DeepSeek-V4's the rows of an entry.
+    sparse = read.section("sparse_attention_config").value("sparse_attention_freq")
+    if isinstance(sparse, (list, tuple)):
+        return [BLOCKS if flag else "full_attention" for flag in cast(Sequence[int], sparse)]
+    if isinstance(ratios := read.value("compress_ratios"), (list, tuple)):
+        of_ratio = {0: "sliding_attention"} | {compress_rate(read, kind): kind for kind in ENTRIES}
+        return [of_ratio.get(ratio, f"entries of {ratio} rows") for ratio in cast(Sequence[int], ratios)]
     # Other attributes tell the types of models that name none.
     layers = read.count("num_hidden_layers")
     # Kimi's configurations have this table; its layers count from 1.
@@ -119,7 +126,19 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, *, separate: bool) ->
         feeds = ""  # Mamba 2 has no MLP of its own; Zamba 2's counts with the shared block
     else:
         feeds = "experts" if experts_per_token(read) and _layer_has_experts(read, layer) else "dense"
-    return LayerKind(attention, is_hybrid or kind in MIXING, feeds)
+    return LayerKind(attention, is_hybrid or kind in MIXING, feeds, _has_indexer(read, layer, attention))
+
+
+def _has_indexer(read: ConfigReader, layer: int, attention: str) -> bool:
+    """Of layers of latent attention some take the choice of a layer before. A file lists those with an indexer, by
+    words or letters, or has one in every `index_topk_freq`, from `index_skip_topk_offset` - 1 on."""
+    if attention not in INDEXED or not has_latent_attention(read):
+        return attention in (*INDEXED, BLOCKS, CHOSEN_ENTRIES)
+    if types := read.value("indexer_types", "index_topk_pattern"):
+        return types[layer] not in ("shared", "S")
+    every = read.count("index_topk_freq") or 1
+    first = 1 if (offset := read.value("index_skip_topk_offset")) is None else offset - 1
+    return max(layer - first, 0) % every == 0
 
 
 def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
@@ -129,7 +148,9 @@ def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
     if isinstance(moe_layers := read.value("moe_layers"), list):
         return layer in cast(list[int], moe_layers)
     if isinstance(moe_layers := read.value("mlp_layer_types"), list):
-        return cast(list[str], moe_layers)[layer] == "sparse"
+        return cast(list[str], moe_layers)[layer] != "dense"
+    if isinstance(moe_layers := read.value("moe_layer_freq"), list):
+        return bool(cast(list[int], moe_layers)[layer])
     # Ernie has such an index; -1: the last layer.
     last = read.value("moe_layer_end_index")
     if last is not None and 0 <= last < layer:
@@ -189,15 +210,11 @@ def key_value_heads(read: ConfigReader) -> int:
     return max(1, read.count("num_key_value_heads") or shared_by_all)
 
 
-def count_choosing_layers(read: ConfigReader, layers: int) -> int:
-    """Return how many of these layers choose keys by themselves; those between take the choice of a layer before. A
-    file lists them, by words or letters, or has one in every `index_topk_freq`, from `index_skip_topk_offset` - 1 on.
+def has_grouped_output(read: ConfigReader) -> bool:
+    """Return whether queries come from a narrow row, one head is keys and values, and outputs are projected by groups
+    of heads, as in models with entries.
     """
-    if types := read.value("indexer_types", "index_topk_pattern"):
-        return sum(kind not in ("shared", "S") for kind in types)
-    every = read.count("index_topk_freq") or 1
-    first = 1 if (offset := read.value("index_skip_topk_offset")) is None else offset - 1
-    return sum(max(layer - first, 0) % every == 0 for layer in range(layers))
+    return bool(read.count("o_groups") and read.count("o_lora_rank"))
 
 
 def has_latent_attention(read: ConfigReader) -> bool:
@@ -205,14 +222,22 @@ def has_latent_attention(read: ConfigReader) -> bool:
     return bool(read.count("kv_lora_rank"))
 
 
-def attention_weights(read: ConfigReader) -> Weights:
-    """Count the weights of the projections of one attention layer. For a block that layers share it counts the whole
-    block, its MLP included, since each layer runs it.
+def attention_weights(read: ConfigReader, attention: str = "") -> Weights:
+    """Count the weights of the projections of one attention layer, and of those that make entries in layers of that
+    type of `attention`, but none of indexers. For a block that layers share it counts the whole block, its MLP
+    included, since each layer runs it.
     """
     hidden = read.count("hidden_size")
     if has_latent_attention(read):
         return _latent_weights(read, hidden)
     query, key = attention_widths(read)
+    if has_grouped_output(read):
+        output = read.count("o_groups") * read.count("o_lora_rank")
+        weights = read.count("q_lora_rank") * (hidden + query) + hidden * key
+        weights += query * read.count("o_lora_rank") + hidden * output
+        # keys and gates, in entries that two windows make one of either
+        weights += {CHOSEN_ENTRIES: 4, ENTRIES[1]: 2}.get(attention, 0) * hidden * key
+        return Weights(weights, hidden * output)
     if read.family.shared_blocks:
         # The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. Each
         # layer adds a projection of the block's output and its own adapters of low rank: of the MLP's first product
@@ -265,7 +290,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
 
 def _dense_mlp_width(read: ConfigReader) -> int:
     # Granite's, Llama 4's, others'
-    names = ("shared_intermediate_size", "intermediate_size_mlp", "intermediate_size")
+    names = ("dense_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp", "intermediate_size")
     width = next((width for name in names if (width := read.count(name))), 0)
     if not read.count("conv_L_cache") or read.count("num_experts_per_tok"):
         return width
@@ -380,7 +405,7 @@ def layer_parts(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -
     """Return the weights of each part that a layer has, in the order in which rows go through them: attention, mixer,
     and MLP or experts.
     """
-    parts = [attention_weights(read)] if kind.attention else []
+    parts = [attention_weights(read, kind.attention)] if kind.attention else []
     parts += [Weights(mixer.weights, mixer.last)] if kind.mixes and mixer else []
     return parts + ([feed_forward_weights(read, kind.feeds)] if kind.feeds else [])
 

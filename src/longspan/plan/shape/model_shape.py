@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
 from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.key_choices import CHOOSING, KeyChoice, read_key_choice
 from longspan.plan.shape.layers import (
     ATTENTION,
-    INDEXED,
     MIXING,
     LayerKind,
     MixerShape,
     Weights,
     attention_widths,
-    count_choosing_layers,
     depth_kinds,
     experts_per_token,
     has_latent_attention,
@@ -47,6 +46,14 @@ QWEN3_8B: dict[str, Any] = {
 }
 
 
+class ChoosingLayers(NamedTuple):
+    """So many `layers` whose rows come by their keys by a `choice`, and how many `indexers` these have."""
+
+    choice: KeyChoice
+    layers: int
+    indexers: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder that decide the time of a step.
@@ -58,29 +65,27 @@ class ModelShape:
     `weights` multiply every token (active experts only, the output projection once for each token that is predicted, no
     input embedding); `recomputed_weights` of them do so again if layers are recomputed (no output projection, and no
     last product of an MLP); `query_width` and `key_width` are `heads` and `kv_heads` x head size; `layers` attend to
-    all earlier rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own
-    `chunk` positions; `indexed_layers` attend to `chosen` earlier rows by latents, with queries `chosen_width` wide,
-    and choose them by index queries of `index_width` in all layers; `mixer_layers` have the state-space layer `mixer`.
-    The model has `decoder_layers` in all (0: as many as attend), `dense_layers` of them with an MLP without experts.
-    `expert_weights` of `weights` are of experts. `stored_weights` are all that memory holds, `stored_experts` of them
-    of experts. `expert_layers` have experts, to which they send `routed_numbers` for a row: its width for each expert
-    that it visits, in all layers together. Rows are `hidden` wide; a row has `logits` of the model and of all depths
-    together.
+    all earlier rows, `window_layers` of them only to the last `window`, `chunk_layers` to those of their own `chunk`
+    positions, and those of `choosing` to keys that rows choose, or to entries; `index_weights` of the indexers multiply
+    a row forward alone, and are none of `weights`. `key_width` is the mean of all layers. `mixer_layers` have the
+    state-space layer `mixer`. The model has `decoder_layers` in all (0: as many as attend), `dense_layers` of them with
+    an MLP without experts. `expert_weights` of `weights` are of experts. `stored_weights` are all that memory holds,
+    `stored_experts` of them of experts. `expert_layers` have experts, to which they send `routed_numbers` for a row:
+    its width for each expert that it visits, in all layers together. Rows are `hidden` wide; a row has `logits` of the
+    model and of all depths together.
     """
 
     layers: int
     weights: int
     query_width: int
-    key_width: int
+    key_width: float
     recomputed_weights: int = 0
     window_layers: int = 0
     window: int = 0
     chunk_layers: int = 0
     chunk: int = 0
-    indexed_layers: int = 0
-    chosen: int = 0
-    chosen_width: int = 0
-    index_width: int = 0
+    choosing: tuple[ChoosingLayers, ...] = ()
+    index_weights: int = 0
     mixer_layers: int = 0
     mixer: MixerShape | None = None
     decoder_layers: int = 0
@@ -98,6 +103,17 @@ class ModelShape:
     def __post_init__(self) -> None:
         object.__setattr__(self, "decoder_layers", self.decoder_layers or self.layers)
 
+    @property
+    def full_layers(self) -> int:
+        """Layers that attend to all earlier rows."""
+        others = self.window_layers + self.chunk_layers + sum(row.layers for row in self.choosing)
+        return self.layers - others
+
+    @property
+    def index_numbers(self) -> float:
+        """Numbers of index keys, or of their pools, that a row sends for all layers, forward alone."""
+        return sum(row.indexers * row.choice.size / row.choice.scored for row in self.choosing)
+
     @classmethod
     def of(cls, config: Any, *, mtp_layers: int = 0) -> "ModelShape":
         """Return the shape of a transformers configuration, an object or dict like one, a config.json or its folder.
@@ -108,8 +124,8 @@ class ModelShape:
         """
         read = ConfigReader.read_language_model(config)
         mixer = read_mixer_shape(read)
-        kinds = layer_kinds(read)
         _check_layers_are_priced(read, mixer)
+        kinds = layer_kinds(read)
         _check_needed_counts(read, kinds)
         kinds += depth_kinds(read) * mtp_layers if mtp_layers else ()
         hidden = read.count("hidden_size")
@@ -124,9 +140,13 @@ class ModelShape:
         layers = [weights_of_kinds[kind] for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]
         widths = attention_widths(read) if attention else (0, 0)
-        indexed = sum(kind in INDEXED for kind in attention)
-        # the mean of the widths of keys and of values
-        latent_width = (2 * read.count("kv_lora_rank") + read.count("qk_rope_head_dim")) // 2
+        choosing = _read_choosing_layers(read, kinds)
+        # Keys of other widths travel in layers that gather latents, or entries.
+        key_widths = [widths[1]] * len(attention) + [
+            layers * (choice.key_width - widths[1]) for choice, layers, _ in choosing
+        ]
+        key_width = sum(key_widths) / max(1, len(attention))
+        index_weights = sum(choice.linears * indexers for choice, _, indexers in choosing)
         vocabulary = read.count("vocab_size")
         # Besides layers there are the output projection, which each depth multiplies by once more, the embedding, which
         # multiplies nothing, and the depths' projections.
@@ -140,28 +160,23 @@ class ModelShape:
             layers=len(attention),
             weights=sum(layer.all for layer in layers) + active_outside_layers,
             query_width=widths[0],
-            key_width=latent_width if indexed else widths[1],
+            key_width=int(key_width) if key_width == int(key_width) else key_width,
             recomputed_weights=sum(layer.all - layer.last for layer in layers),
             window_layers=attention.count("sliding_attention") if window else 0,
             window=window,
             chunk_layers=attention.count("chunked_attention") if chunk else 0,
             chunk=chunk,
-            indexed_layers=indexed,
-            chosen=read.count("index_topk") if indexed else 0,
-            chosen_width=read.count("num_attention_heads") * latent_width if indexed else 0,
-            index_width=(
-                count_choosing_layers(read, indexed) * read.count("index_n_heads") * read.count("index_head_dim")
-                if indexed
-                else 0
-            ),
+            choosing=choosing,
+            index_weights=index_weights,
             mixer_layers=sum(kind.mixes for kind in kinds),
             mixer=mixer if any(kind.mixes for kind in kinds) else None,
             decoder_layers=len(kinds),
             heads=max(1, read.count("num_attention_heads")),
-            kv_heads=1 if indexed else key_value_heads(read),
+            kv_heads=1 if any(choice.gathers for choice, *_ in choosing) else key_value_heads(read),
             dense_layers=sum(kind.feeds == "dense" for kind in kinds),
             expert_weights=sum(layer.of_experts for layer in layers),
-            stored_weights=sum(layer.all + layer.unvisited for layer in layers) + embedding_and_head + projections,
+            stored_weights=sum(layer.all + layer.unvisited for layer in layers)
+            + (index_weights + embedding_and_head + projections),
             stored_experts=sum(layer.of_experts + layer.unvisited for layer in layers),
             expert_layers=expert_layers,
             routed_numbers=expert_layers * experts_per_token(read) * (read.count("moe_latent_size") or hidden),
@@ -170,22 +185,32 @@ class ModelShape:
         )
 
 
+def _read_choosing_layers(read: ConfigReader, kinds: Sequence[LayerKind]) -> tuple[ChoosingLayers, ...]:
+    types = dict.fromkeys(kind.attention for kind in kinds if kind.attention in CHOOSING)
+    choices = {attention: read_key_choice(read, attention) for attention in types}
+    return tuple(
+        ChoosingLayers(
+            choice,
+            sum(kind.attention == attention for kind in kinds),
+            sum(kind.chooses for kind in kinds if kind.attention == attention),
+        )
+        for attention, choice in choices.items()
+        if choice
+    )
+
+
 def _check_layers_are_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
     types = layer_types(read)
-    # All rows of all layers choose their keys; where only some layers do, these are not priced.
-    is_indexed = bool(types) and {*types} <= {*INDEXED} and bool(read.count("index_topk"))
-    unpriced: list[str] = []
-    if has_latent_attention(read) and not is_indexed and not read.count("v_head_dim"):
+    unpriced = [read.family.unpriced] if read.family.unpriced else []
+    if not unpriced and has_latent_attention(read) and not read.count("v_head_dim"):
         unpriced.append("latent attention")
-    if read.family.unpriced:
-        unpriced.append(read.family.unpriced)
     if mixer is None and read.value(*_STATES) is not None:
         unpriced.append(f"state-space layers{f' of {read.model_type}' if read.model_type else ''}, Mamba 1")
     priced = {*ATTENTION, "mlp", "moe"}
     if mixer:
         priced |= {*MIXING, "hybrid"}
-    if not is_indexed:
-        priced -= {*INDEXED}
+    if read.count("hc_mult", "hc_count") > 1 and {*types} & {*CHOOSING}:
+        unpriced.append("several streams of each row")
     unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - priced)]
     if unpriced:
         advice = "leave --model out: the prices are then a Qwen3-8B's"
@@ -300,10 +325,11 @@ def model_flops(
     587040
 
     Attention has two products, of queries and keys and of weights and values. Each takes 2 FLOPs for each visible pair
-    and number of the query width, and backward twice that: 12 x query width x pairs. Where rows choose their keys the
-    chosen pairs count so, and of all pairs a product without gradients. A state-space layer takes 3 times its
-    `MixerShape.scan_flops` for each row. Rows of an image that see its later ones are not counted: less than 1 %.
-    `bases` are the rows before each document's own, of prefixes that count as documents (`Plan.bases`).
+    and number of the query width, and backward twice that: 12 x query width x pairs. Where rows choose their keys, or
+    see entries, those pairs count so, and what an indexer scores as a product without gradients, as its weights do. A
+    state-space layer takes 3 times its `MixerShape.scan_flops` for each row. Rows of an image that see its later ones
+    are not counted: less than 1 %. `bases` are the rows before each document's own, of prefixes that count as documents
+    (`Plan.bases`).
     """
     if bases:
         paths = [base + length for base, length in zip(bases, lengths, strict=True)]
@@ -314,14 +340,14 @@ def model_flops(
     for length in lengths if shape.chunk_layers else ():
         chunks, last_rows = divmod(length, shape.chunk)
         in_chunks += chunks * _window_pairs(shape.chunk, shape.chunk) + _window_pairs(last_rows, last_rows)
-    chosen = sum(_window_pairs(length, shape.chosen) for length in lengths) if shape.indexed_layers else 0
-    pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers - shape.indexed_layers) * pairs
-    pairs_of_layers += (
-        shape.window_layers * in_windows + shape.chunk_layers * in_chunks + shape.indexed_layers * chosen
-    )
+    pairs_of_layers = shape.full_layers * pairs + shape.window_layers * in_windows + shape.chunk_layers * in_chunks
+    index_flops = 2 * shape.index_weights * sum(lengths)
+    for choice, layers, indexers in shape.choosing:
+        pairs_of_layers += layers * sum(map(choice.pairs, lengths))
+        index_flops += 2 * choice.heads * choice.size * indexers * sum(map(choice.scored_pairs, lengths))
     scans = 3 * shape.mixer_layers * shape.mixer.scan_flops if shape.mixer else 0
     row_flops = (6 if trains_all else 4) * shape.weights + scans
-    return row_flops * sum(lengths) + 12 * shape.query_width * pairs_of_layers + 2 * shape.index_width * pairs
+    return row_flops * sum(lengths) + 12 * shape.query_width * pairs_of_layers + index_flops
 
 
 def _window_pairs(length: int, window: int) -> int:

@@ -33,8 +33,9 @@ def read_sharing_rules(config: Any) -> SharingRules:
     reader = ConfigReader.read_language_model(config)
     shape = ModelShape.of(config)
     has = {
-        "keys that an indexer chooses": shape.indexed_layers > 0,
+        "keys that an indexer chooses": any(row.indexers for row in shape.choosing),
         "chunks of positions that see each other": shape.chunk_layers > 0,
+        "entries made of windows of rows": any(row.choice.form == "entries" for row in shape.choosing),
         "a bidirectional prefix": reader.family.prefix_rows,
         "dropout of attention weights": bool(reader.value(*_ATTENTION_DROPOUT)),
     }
