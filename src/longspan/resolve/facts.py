@@ -9,6 +9,10 @@ from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any
 
+from longspan.config.sections import RunConfig
+from longspan.data.corpus_documents import Corpus
+from longspan.data.run_epochs import most_step_tokens
+from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.plan import Machine, MemoryBudget, MemorySettings, Plan
 from longspan.plan.memory.memory_plan import MemoryModel
@@ -137,6 +141,29 @@ class Facts:
             targets=self.targets(step),
             length_limits=self.length_limits,
         )
+
+
+def document_facts(
+    config: RunConfig, order: StepOrder, corpus: Corpus | None, sets: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """Return the fields of Facts that the documents of a run decide, by name: for the run, and for a question about it.
+
+    >>> Facts(home=home, machine=machine, model=model, **document_facts(config, order, corpus, {}))
+
+    Documents that are held out count too: they are the evaluation set "", and one of them may be the longest. `corpus`
+    None has lengths alone. `sets` are the lengths of the other evaluation sets, by name.
+    """
+    return {
+        "lengths_of_step": order.lengths_of_step,
+        "steps": config.train.steps,
+        "targets_of_step": order.targets_of_step,
+        "documents_to_share": order.documents_to_share,
+        "length_limits": order.length_limits,
+        "longest": int(order.lengths.max()),
+        "target_share": 1.0 if corpus is None else corpus.target_share,
+        "image_rows": 0.0 if corpus is None else corpus.image_share * most_step_tokens(config, order),
+        "evaluated": {"": order.lengths[[*order.evaluation]].tolist(), **sets},
+    }
 
 
 def evenly_spaced_numbers(count: int, most: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from longspan.files import read_json, write_atomically
 from longspan.resolve.facts import Facts
 from longspan.resolve.planner_config import plan_row_multiple
 from longspan.resolve.resolved import Resolved, resolve, set_evaluation_rows
-from longspan.resolve.ways import Way
+from longspan.resolve.ways import BindingKeys, Way
 
 # The file is in the run's folder.
 FILE = "max_tokens_per_slot.json"
@@ -42,6 +42,12 @@ class SlotRows:
     planned: int
     ranks: int
     keys: dict[str, Any]
+
+    @property
+    def line(self) -> str:
+        """What a run and its dry run say of these rows."""
+        halved = f" (of {self.planned:,}, for which a rank had no memory)" if self.rows < self.planned else ""
+        return f"max_tokens_per_slot: {self.rows:,} rows{halved}"
 
 
 def read_kept_rows(config: RunConfig, ranks: int) -> SlotRows | None:
@@ -82,24 +88,33 @@ def _read_slot_rows(file: Path) -> SlotRows:
 def resolve_with_kept_rows(config: RunConfig, facts: Facts) -> Resolved:
     """Resolve with the rows of a slot that the run's folder keeps; if it keeps none, choose rows and write them there.
     Only the first rank calls this. `rows_line` of the result says the rows.
+    """
+    resolved = resolve_by_kept_rows(config, facts)
+    if resolved.rows_line:
+        return resolved
+    rows = int(resolved.config.context.max_tokens_per_slot)
+    slot_rows = SlotRows(rows, rows, len(facts.home.ranks), keys_that_decide_rows(config))
+    write_atomically(Path(config.run.dir) / FILE, json.dumps(vars(slot_rows), indent=1))
+    return replace(resolved, rows_line=slot_rows.line)
+
+
+def resolve_by_kept_rows(config: RunConfig, facts: Facts, given: BindingKeys | None = None) -> Resolved:
+    """Resolve with the rows of a slot that the run's folder keeps for these ranks and keys, which `rows_line` of the
+    result says ("": none are kept). Nothing is written.
 
     Memory is planned for the rows that were chosen at first, also where the run has halved them since.
     """
-    ranks = len(facts.home.ranks)
-    kept = read_kept_rows(config, ranks)
-    resolved = resolve(set_rows(config, kept.planned) if kept else config, facts)
+    is_open = config.context.max_tokens_per_slot == AUTO
+    kept = read_kept_rows(config, len(facts.home.ranks)) if is_open else None
     if kept is None:
-        rows = int(resolved.config.context.max_tokens_per_slot)
-        kept = SlotRows(rows, rows, ranks, keys_that_decide_rows(config))
-        write_atomically(Path(config.run.dir) / FILE, json.dumps(vars(kept), indent=1))
-    line = f"max_tokens_per_slot: {kept.rows:,} rows"
+        return resolve(config, facts, given)
+    resolved = resolve(set_rows(config, kept.planned), facts, given)
     if kept.rows < kept.planned:
-        line += f" (of {kept.planned:,}, for which a rank had no memory)"
         # no budget: without a plan of memory
-        halved = resolve(set_rows(config, kept.rows), replace(facts, budget=None))
+        halved = resolve(set_rows(config, kept.rows), replace(facts, budget=None), given)
         cost = Way(halved.config, facts).cost(resolved.memory)
-        resolved = replace(halved, memory=resolved.memory, cost=cost)
-    return replace(resolved, rows_line=line)
+        resolved = replace(halved, memory=resolved.memory, cost=cost, ranking=None)
+    return replace(resolved, rows_line=kept.line)
 
 
 def ran_short_of_memory(error: BaseException) -> bool:

@@ -19,7 +19,16 @@ from longspan.resolve.evaluation import compare_degrees
 from longspan.resolve.facts import Facts
 from longspan.resolve.partition import choose_partition
 from longspan.resolve.planner_config import PlannerConfig
-from longspan.resolve.ways import BindingKeys, RankedWay, Ranking, Way, family_notes, rank_ways, set_usual_mode
+from longspan.resolve.ways import (
+    BindingKeys,
+    RankedWay,
+    Ranking,
+    Way,
+    family_notes,
+    rank_ways,
+    set_usual_mode,
+    with_node_size_of_machine,
+)
 
 # A reason names so many other ways.
 NAMED = 3
@@ -169,10 +178,11 @@ def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
     """
     if not any(entry.context_parallel_size in (0, AUTO) for entry in resolved.config.evaluations):
         return resolved
+    config = with_node_size_of_machine(resolved.config, facts)
     entries = list[EvalConfig]()
     lines = list[str]()
     for entry in resolved.config.evaluations:
-        choice = PlannerConfig.evaluation(resolved.config, entry, cost=resolved.cost, heads=facts.heads)
+        choice = PlannerConfig.evaluation(config, entry, cost=resolved.cost, heads=facts.heads)
         lengths = [int(n) for n in facts.evaluated.get(entry.name, ())]
         choice, line = choose_evaluation_degree(choice, lengths, facts.home, name=entry.name)
         if line:

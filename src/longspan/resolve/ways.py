@@ -221,10 +221,13 @@ class Way:
 
 
 def with_node_size_of_machine(config: RunConfig, facts: Facts) -> RunConfig:
-    """Return the configuration with the slots of the machine's hosts in place of a node_size "auto"."""
+    """Return the configuration with the slots of the machine's hosts, of which one may hold all ranks, in place of a
+    node_size "auto".
+    """
     if config.context.node_size != AUTO:
         return config
-    return config.with_keys("context", node_size=max(1, facts.machine.node_size // facts.home.tp))
+    ranks_of_host = min(facts.machine.node_size, len(facts.home.ranks))
+    return config.with_keys("context", node_size=max(1, ranks_of_host // facts.home.tp))
 
 
 def set_usual_mode(config: RunConfig) -> RunConfig:

@@ -30,7 +30,7 @@ from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.fit_to_model import check_ids_in_vocabulary
 from longspan.data.corpus_documents import CorpusDocuments
-from longspan.data.run_epochs import most_step_tokens, source_lines, with_epoch_steps
+from longspan.data.run_epochs import source_lines, with_epoch_steps
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.evaluation.reference import compute_references, read_reference_log_probs, reference_digest
@@ -41,6 +41,7 @@ from longspan.model.seams.randomness import refuse_randomness
 from longspan.model.weights.hf_folder import read_configuration, save_configuration
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.plan import MemoryPlan
+from longspan.resolve.facts import document_facts
 from longspan.resolve.kept_rows import resolve_with_kept_rows
 from longspan.resolve.planner_config import PlannerConfig, query_heads
 from longspan.resolve.resolved import Resolved, resolve
@@ -378,15 +379,10 @@ def resolve_run(
         config,
         world,
         configuration,
-        data.order.lengths_of_step,
-        config.train.steps,
-        documents_to_share=data.order.documents_to_share,
-        length_limits=data.order.length_limits,
         done=done,
-        longest=data.longest[0],
-        target_share=data.corpus.target_share,
-        image_rows=data.corpus.image_share * most_step_tokens(config, data.order),
-        evaluated={s.name: s.documents.lengths for s in data.sets},
+        **document_facts(
+            config, data.order, data.corpus, {s.name: s.documents.lengths for s in data.sets if s.name}
+        ),
     )
     decide = resolve_with_kept_rows if config.context.max_tokens_per_slot == AUTO else resolve
     return resolve_on_ranks(config, facts, world, log, decide)

@@ -38,7 +38,8 @@ from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.packed import find_packed_form
 from longspan.resolve.evaluation import plan_type_text
 from longspan.resolve.facts import Facts, evenly_spaced_numbers
-from longspan.resolve.resolved import NothingFitsError, Reasons, resolve
+from longspan.resolve.kept_rows import resolve_by_kept_rows
+from longspan.resolve.resolved import NothingFitsError, Reasons, Resolved, resolve
 from longspan.resolve.ways import (
     UNIT,
     BindingKeys,
@@ -49,6 +50,7 @@ from longspan.resolve.ways import (
     find_longest,
     fit_way,
     leanest_fit,
+    with_node_size_of_machine,
 )
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
 
@@ -281,7 +283,8 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
 def _print_plan(flags: GpuFlags, run: GpuRun) -> int:
     lengths, title = read_step(flags, run)
     facts = run.facts_of_step(lengths)
-    best = _resolve_ways(run.config, facts, run.given)[1].best
+    _, ranking = _resolve_ways(run, facts)
+    best = ranking.best
     if best.refusal:
         print(best.refusal, file=sys.stderr)
     plan = _shown_plan(best)
@@ -341,6 +344,7 @@ def make_run(flags: GpuFlags, question: Question, gpus: Gpus, source: str) -> Gp
         config=config.with_keys("context", **open_keys),
         given_keys=question.given_keys,
         given=BindingKeys(planner=not flags.compare, ep=gives("parallel.ep")),
+        keeps_rows=source == "data" and gives("run.dir"),
     )
 
 
@@ -369,7 +373,7 @@ def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool)
         return 0
     check_paths_exist(config)
     run = GpuRun.with_model(config, choose_gpus(config, ranks, on_gpus=on_gpus))
-    return _show_answer(_answer_by_data(run, estimate=False), as_json=as_json)
+    return _show_answer(_answer_by_data(replace(run, keeps_rows=True), estimate=False), as_json=as_json)
 
 
 def _answer_by_data(run: GpuRun, *, estimate: bool) -> Answer:
@@ -455,12 +459,13 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     """
     longest = facts.longest_document
     try:
-        chosen, ranking, reasons = _resolve_ways(run.config, facts, run.given)
+        resolved, ranking = _resolve_ways(run, facts)
     except PlanError:  # the limit of rows that is given may be below what the longest document needs
         check_longest_training_document(run.config, run.home, longest, title, facts.heads)
         raise
     best = ranking.best
-    notes = [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
+    notes = [f"{resolved.rows_line}, which {run.config.run.dir} keeps"] if resolved.rows_line else []
+    notes += [f"{text}: not possible: {reason}" for text, reason in ranking.refused]
     fits = best.seconds is not None
     larger = None
     if fits:
@@ -471,7 +476,7 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     with suppress(PlanError):
         if not facts.image_rows and EncoderShape.of(facts.model):
             notes.append("the model has a tower for images, which is not in these seconds (docs/planning.md)")
-    chosen = choose_position_scaling(chosen, facts.model, longest)
+    chosen = choose_position_scaling(resolved.config, facts.model, longest)
     if fits and run.given.planner:
         notes += position_notes(chosen, facts.model, longest)
     return Answer(
@@ -483,19 +488,32 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
         notes=tuple(notes),
         larger=larger,
         longest_nf4=0 if fits else _find_longest_in_nf4(run, facts),
-        reasons=reasons,
+        reasons=resolved.reasons,
     )
 
 
-def _resolve_ways(config: RunConfig, facts: Facts, given: BindingKeys) -> tuple[RunConfig, Ranking, Reasons]:
-    """Where nothing fits the configuration is that of the leanest way. PlanError for a model that cannot be counted."""
+def _resolve_ways(run: GpuRun, facts: Facts) -> tuple[Resolved, Ranking]:
+    """Where nothing fits the configuration is that of the leanest way; where a run has halved the rows that it keeps,
+    its way is the only one. PlanError for a model that cannot be counted."""
+    config = run.config
     ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
     try:
-        resolved = resolve(config, facts, given)
+        if run.keeps_rows:
+            # Rows are kept for a number of slots of a host.
+            resolved = resolve_by_kept_rows(with_node_size_of_machine(config, facts), facts, run.given)
+        else:
+            resolved = resolve(config, facts, run.given)
     except NothingFitsError as error:
-        return error.ranking.best.way.config, error.ranking, Reasons(partition=error.partition)
-    assert resolved.ranking is not None, "a budget of bytes leaves ways to compare"
-    return resolved.config, resolved.ranking, resolved.reasons
+        way = error.ranking.best.way
+        return Resolved(way.config, None, way.cost(), Reasons(partition=error.partition)), error.ranking
+    ranking = resolved.ranking
+    if ranking is None:
+        way = Way(resolved.config, facts)
+        plans = tuple(way.plan_steps(facts.timed_steps))
+        ranking = Ranking((Fit(way, plans, resolved.memory, way.step_seconds(plans, resolved.memory)),))
+    return replace(
+        resolved, config=resolved.config.with_keys("context", node_size=config.context.node_size)
+    ), ranking
 
 
 def _with_nf4(answer: Answer, facts: Facts) -> Answer:
@@ -504,9 +522,11 @@ def _with_nf4(answer: Answer, facts: Facts) -> Answer:
     if not _leaves_frozen_open(run):
         return answer
     try:
-        fit = _resolve_ways(run.config.with_keys("model", frozen="nf4"), facts, run.given)[1].best
+        packed = replace(run, config=run.config.with_keys("model", frozen="nf4"))
+        _, ranking = _resolve_ways(packed, facts)
     except LongspanError:  # rows that blocks do not divide
         return answer
+    fit = ranking.best
     if fit.seconds is not None and answer.sampled > len(fit.plans) and fit.way.choice.has_one_degree:
         fit = _price_steps(fit, evenly_spaced_numbers(facts.steps, answer.sampled))
     return replace(answer, nf4=fit)

@@ -5,23 +5,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from longspan.cli.plans.gpu_run import GpuRun
 from longspan.config.sections import RunConfig
 from longspan.corpus.sources.find_files import STDLIB, find_rows
 from longspan.corpus.sources.first_rows import read_text_sizes
+from longspan.data.corpus_documents import Corpus
 from longspan.data.manifest import SHORTEST
-from longspan.data.run_epochs import documents_line, most_step_tokens, with_epoch_steps
+from longspan.data.run_epochs import documents_line, with_epoch_steps
 from longspan.data.run_order import make_step_order, order_lengths
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, plural
 from longspan.model.weights.tokenizer_files import tokenizer_folder
 from longspan.plan.shape.sharing_rules import read_sharing_rules
-from longspan.resolve.facts import Facts
+from longspan.resolve.facts import Facts, document_facts
 from longspan.train.optim.schedule import Schedule
 
 Log = Callable[[str], None]
@@ -42,7 +41,7 @@ def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator
         texts = _estimate_texts(config, log)
         lengths = np.concatenate(texts)
         order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(texts)), [*map(len, texts)]))
-        planned, facts, line = _plan_documents(run, order, lengths, log)
+        planned, facts, line = _plan_documents(run, order, None, log)
         yield planned, facts, f"{line}; estimated"
         return
     from longspan.corpus.recipe import CorpusSettings
@@ -53,14 +52,7 @@ def open_planned_documents(run: GpuRun, log: Log, *, estimate: bool) -> Iterator
         settings = CorpusSettings.for_run(config)
         corpus = open_or_build_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus, read_sharing_rules(run.model), log)
-        yield _plan_documents(
-            run,
-            order,
-            np.asarray(corpus.lengths),
-            log,
-            target_share=corpus.target_share,
-            rows_of_token=corpus.image_share,
-        )
+        yield _plan_documents(run, order, corpus, log)
 
 
 def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
@@ -85,28 +77,9 @@ def _estimate_texts(config: RunConfig, log: Log) -> list[list[int]]:
     return texts
 
 
-def _plan_documents(
-    run: GpuRun,
-    order: StepOrder,
-    lengths: npt.NDArray[Any],
-    log: Log,
-    *,
-    target_share: float = 1.0,
-    rows_of_token: float = 0.0,
-) -> tuple[GpuRun, Facts, str]:
-    """`target_share` is the share of tokens that are targets, `rows_of_token` the mean rows of images for a token."""
+def _plan_documents(run: GpuRun, order: StepOrder, corpus: Corpus | None, log: Log) -> tuple[GpuRun, Facts, str]:
     config = with_epoch_steps(run.config, order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
     run = replace(run, config=config)
-    held_out = set(order.evaluation)
-    facts = run.facts(
-        order.lengths_of_step,
-        config.train.steps,
-        targets_of_step=order.targets_of_step,
-        documents_to_share=order.documents_to_share,
-        length_limits=order.length_limits,
-        longest=max(length for number, length in enumerate(lengths.tolist()) if number not in held_out),
-        target_share=target_share,
-        image_rows=rows_of_token * most_step_tokens(config, order) if rows_of_token else 0.0,
-    )
+    facts = run.facts(**document_facts(config, order, corpus, {}))
     return run, facts, documents_line(config, order)

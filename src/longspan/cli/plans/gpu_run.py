@@ -31,7 +31,8 @@ from longspan.train.optim.state_numbers import optimizer_state_numbers
 @dataclass(frozen=True)
 class GpuRun:
     """A run of a configuration on GPUs. `model` is what sizes are read from: a folder, or the values of a
-    configuration. `given_keys` are the keys that a question gives, `given` says which choices they decide.
+    configuration. `given_keys` are the keys that a question gives, `given` says which choices they decide. With
+    `keeps_rows` the rows of a slot are those that the run's folder keeps, if any.
     """
 
     config: RunConfig
@@ -39,6 +40,7 @@ class GpuRun:
     model: Any
     given_keys: frozenset[str] = frozenset()
     given: BindingKeys = field(default_factory=BindingKeys)
+    keeps_rows: bool = False
 
     @classmethod
     def with_model(cls, config: RunConfig, gpus: Gpus) -> "GpuRun":
