@@ -51,6 +51,7 @@ ONE = (
     "{python} -m longspan bench step --world 1 --planners fixed --model.preset qwen3-8b --warmup 1 --repeats 3 "
     "--out {out}"
 )
+ONE_PEER = "{python} bench/training/one_gpu_peer.py --out {out}"
 FAMILIES = "{python} bench/training/families.py --warmup 0 --repeats 2 --model.preset qwen3-4b --out {out}"
 ANSWERS = "--families 8x32768+1024 --context.max_tokens_per_slot 40967"
 QUESTIONS = f"--model.preset qwen3-8b --model.dtype bfloat16 --lora.rank 16 {YARN} --repeats 1"
@@ -198,9 +199,22 @@ RUNS = (
     ),
     GpuRun("moments-8bit-32k", 110, f"{ONE} --sequences 32768 {YARN} --optimizer.moments 8bit", gpus=1),
     GpuRun("families-prefix-grouper", 90, "{python} bench/peers/prefix_grouper.py --out {out}", gpus=1),
-    GpuRun("one-peer", 560, "{python} bench/training/one_gpu_peer.py --mode float32 --out {out}", gpus=1),
-    GpuRun("one-peer-bfloat16", 500, "{python} bench/training/one_gpu_peer.py --mode full --out {out}", gpus=1),
-    GpuRun("frozen-peer", 400, "{python} bench/training/one_gpu_peer.py --mode qlora --out {out}", gpus=1),
+    GpuRun("one-peer", 560, f"{ONE_PEER} --mode float32", gpus=1),
+    # beside the peer at the better of its two settings; ended by the clock, the same command goes on
+    GpuRun("one-peer-best", 1200, f"{ONE_PEER} --mode full,lora --repeats 2", gpus=1),
+    *(
+        GpuRun(
+            f"one-peer-best-{name}",
+            seconds,
+            f"{ONE_PEER} --mode lora --model {model} --targets q_proj,k_proj,v_proj,o_proj "
+            "--steps 1x16384,1x32768 --repeats 2",
+            gpus=1,
+        )
+        for name, model, seconds in (("a3b", "qwen3-30b-a3b", 560), ("gpt-oss", "gpt-oss-20b", 480))
+    ),
+    # weights on the host by the run's own plan, in less than the peer takes with gradient checkpointing
+    GpuRun("one-lora-14g", 110, f"{ADAPTED} --same 4x8192 --train.device_memory_limit 15032385536", gpus=1),
+    GpuRun("frozen-peer", 400, f"{ONE_PEER} --mode qlora", gpus=1),
     GpuRun(
         "frozen-70b",
         560,

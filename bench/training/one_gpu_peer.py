@@ -1,12 +1,16 @@
 """Adapters and whole models on one GPU beside what people run there without longspan, in one call.
 
-    python bench/training/one_gpu_peer.py --mode lora --steps 4x8192,1x32768,1x65536 --out one.json
+    python bench/training/one_gpu_peer.py --mode full,lora --steps 4x8192,1x32768,1x65536 --out one.json
     python bench/training/one_gpu_peer.py --mode qlora --steps 4x8192 --model qwen3-8b
+    python bench/training/one_gpu_peer.py --mode lora --steps 1x16384 --model qwen3-30b-a3b \
+        --targets q_proj,k_proj,v_proj,o_proj
 
-The peer is Hugging Face with liger's kernels where they are installed, peft's LoRA (rank 16, every linear), a base in
-nf4 by bitsandbytes under `qlora`, gradient checkpointing, the fastest attention that works, all in bfloat16, fused
-AdamW; its sequences come one after another, as many as a step has. Ours is `longspan bench step` over the same lengths,
-with the plan of memory that a run takes. Weights are random, learning rates 0. Each row is a process of its own.
+The peer is Hugging Face with liger's kernels where they are installed, peft's LoRA (rank 16), a base in nf4 by
+bitsandbytes under `qlora`, the fastest attention that works, all in bfloat16, fused AdamW; its sequences come one after
+another, as many as a step has. It runs at the better of its two settings: without gradient checkpointing, and with it
+where that runs out of memory. Ours is `longspan bench step` over the same lengths, with the plan of memory that a run
+takes for each. Weights are random, learning rates 0. Each side of a row is a process of its own, and stands in the
+record once it has run: the same command goes on where it was ended.
 """
 
 import argparse
@@ -16,6 +20,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,34 +40,59 @@ MODES = {
     "full": "--model.dtype bfloat16 --optimizer.stochastic_rounding true",
     "float32": "",
 }
-COLUMNS = ("step", "peer tokens/s", "longspan tokens/s", "ratio", "peer peak", "longspan peak", "peer")
+COLUMNS = ("mode", "step", "peer tokens/s", "longspan tokens/s", "ratio", "peer peak", "longspan peak", "peer")
 WORDS = 30_000  # of which documents are drawn
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=sorted(MODES), default="lora", help="what is trained")
+    parser.add_argument("--mode", default="lora", help=f"what is trained, with commas: {', '.join(MODES)}")
     parser.add_argument("--model", default="qwen3-8b", help="a preset, or a folder with config.json")
     parser.add_argument("--steps", default="4x8192,1x32768,1x65536", help="documents and tokens of a step, with commas")
     parser.add_argument("--repeats", type=int, default=3, help="steps that are timed, after one that is not")
+    parser.add_argument("--targets", default="", help="linears with adapters, with commas (every one)")
     made = Path(tempfile.gettempdir(), "one_gpu_peer")
     parser.add_argument("--folder", type=Path, default=made, help="under qlora, of the peer's weights")
     parser.add_argument("--out", type=Path, default=Path("one_gpu.json"), help="the record")
-    parser.add_argument("--peer", default="", help=argparse.SUPPRESS)  # in the peer's own process: one step
+    # In the peer's own process: one step, and whether activations are computed again.
+    parser.add_argument("--peer", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if unknown := {*options.mode.split(",")} - {*MODES}:
+        parser.error(f"--mode has {', '.join(sorted(unknown))}; choose from {', '.join(MODES)}")
     if options.peer:
         print(json.dumps(measure_peer(options, *map(int, options.peer.split("x")))))
         return 0
-    record = open_record("one GPU", None, "nccl", Path(__file__).parent, rows=[])
-    for step in options.steps.split(","):
-        words = [sys.executable, __file__, "--peer", step, "--mode", options.mode, "--model", options.model]
-        words += ["--repeats", str(options.repeats), "--folder", str(options.folder)]
-        row = {"step": step, "peer": read_last_line(words)}
-        row["ours"] = measure_ours(options, step)
-        record["rows"].append(row)
-        page = markdown_table(COLUMNS, [table_row(row) for row in record["rows"]])
-        write_page(record, options.out, f"{options.model}, {options.mode}, one GPU", page)
+    record = open_record(
+        "one GPU", options.out, "nccl", Path(__file__).parent, model=options.model, targets=options.targets
+    )
+    rows: dict[str, Any] = record.setdefault("rows", {})
+    for mode in options.mode.split(","):
+        for step in options.steps.split(","):
+            row = rows.setdefault(f"{mode} {step}", {"mode": mode, "step": step})
+            for side, measure in (("ours", measure_ours), ("peer", measure_better_peer)):
+                if side not in row:
+                    row[side] = timed(measure, options, mode, step)
+                    page = markdown_table(COLUMNS, [table_row(row) for row in rows.values()])
+                    write_page(record, options.out, f"{options.model}, one GPU", page)
     return 0
+
+
+def timed(
+    measure: Callable[[argparse.Namespace, str, str], dict[str, Any]], options: argparse.Namespace, mode: str, step: str
+) -> dict[str, Any]:
+    started = time.monotonic()
+    return measure(options, mode, step) | {"took_seconds": round(time.monotonic() - started, 1)}
+
+
+def measure_better_peer(options: argparse.Namespace, mode: str, step: str) -> dict[str, Any]:
+    """Without gradient checkpointing, which is the faster way, unless that runs out of memory."""
+    words = [sys.executable, __file__, "--peer", step, "--mode", mode, "--model", options.model]
+    words += ["--repeats", str(options.repeats), "--folder", str(options.folder), "--targets", options.targets]
+    row = read_last_line(words)
+    if "OutOfMemory" not in row.get("missing", ""):
+        return row
+    return read_last_line([*words, "--checkpointing"]) | {"without checkpointing": row["missing"]}
 
 
 def read_last_line(words: list[str]) -> dict[str, Any]:
@@ -72,12 +103,13 @@ def read_last_line(words: list[str]) -> dict[str, Any]:
         return {"missing": ended.stderr.strip()[-400:]}
 
 
-def measure_ours(options: argparse.Namespace, step: str) -> dict[str, Any]:
+def measure_ours(options: argparse.Namespace, mode: str, step: str) -> dict[str, Any]:
     source = "--model.preset" if not Path(options.model).exists() else "--model.config"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "step.json"
         words = [sys.executable, "-m", "longspan", "bench", "step", "--world", "1", source, options.model]
-        words += [*MODES[options.mode].split(), "--planners", "fixed", "--same", step, "--out", str(out)]
+        words += [*MODES[mode].split(), "--planners", "fixed", "--same", step, "--out", str(out)]
+        words += ["--lora.target_modules", options.targets] * bool(options.targets)
         words += ["--warmup", "1", "--repeats", str(options.repeats), "--model.rope_scaling", "yarn"]
         ended = subprocess.run(words, capture_output=True, text=True, check=False)
         if not out.exists():
@@ -91,7 +123,10 @@ def measure_peer(options: argparse.Namespace, count: int, tokens: int) -> dict[s
     for attention in ("flash_attention_4", "sdpa"):
         try:
             model, liger = build_peer(options, attention)
-            return time_peer(model, count, tokens, options.repeats) | {"attention": attention, "liger": liger}
+            settings = {"attention": attention, "liger": liger, "checkpointing": options.checkpointing}
+            return time_peer(model, count, tokens, options.repeats) | settings
+        except torch.OutOfMemoryError as error:
+            return missing_row(error) | {"attention": attention}
         except Exception as error:  # whatever it cannot do is recorded
             row = missing_row(error) | {"attention": attention}
             model = None
@@ -101,27 +136,33 @@ def measure_peer(options: argparse.Namespace, count: int, tokens: int) -> dict[s
 
 
 def build_peer(options: argparse.Namespace, attention: str) -> tuple[Any, bool]:
+    config = preset_config(options.model)
     try:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+        import liger_kernel.transformers as kernels
 
-        apply_liger_kernel_to_qwen3()
-        liger = True
+        kernels_of = {"qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss"}
+        apply: Any = getattr(kernels, f"apply_liger_kernel_to_{kernels_of.get(config.model_type, '')}", None)
+        liger = apply is not None
+        if liger:
+            apply()
     except ImportError:
         liger = False
-    config = preset_config(options.model)
     config.max_position_embeddings = 1 << 21
     torch.manual_seed(0)
     if options.mode == "qlora":
         model: Any = load_in_4_bits(config, options.folder, attention)
     else:
         model = draw_model(config, attention)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if options.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     if "lora" in options.mode:
         from peft import LoraConfig, get_peft_model
 
-        model.enable_input_require_grads()
-        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        if options.checkpointing:
+            model.enable_input_require_grads()
+        targets = options.targets.split(",") if options.targets else "all-linear"
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
     return model, liger
 
@@ -166,19 +207,21 @@ def time_peer(model: Any, count: int, tokens: int, repeats: int) -> dict[str, An
 
 def table_row(row: dict[str, Any]) -> list[str]:
     count, tokens = map(int, row["step"].split("x"))
-    peer = row["peer"]
-    ours = row["ours"]
+    ours = row.get("ours", {})
+    peer = row.get("peer", {})
 
     def speed(side: dict[str, Any]) -> str:
         return f"{count * tokens / side['seconds']:,.0f}" if "seconds" in side else "none"
 
     def peak(side: dict[str, Any]) -> str:
-        return f"{side['peak_bytes'] / 2**30:.1f} GiB" if "seconds" in side else side["missing"][:80]
+        return f"{side['peak_bytes'] / 2**30:.1f} GiB" if "seconds" in side else side.get("missing", "")[:80]
 
     both = "seconds" in peer and "seconds" in ours
     ratio = f"{peer['seconds'] / ours['seconds']:.2f}" if both else "none"
-    about = f"{peer.get('attention', '')}{', liger' if peer.get('liger') else ''}"
-    return [f"{count} x {tokens:,}", speed(peer), speed(ours), ratio, peak(peer), peak(ours), about]
+    words = [peer.get("attention", ""), "liger" * peer.get("liger", False)]
+    words.append("gradient checkpointing" if peer.get("checkpointing") else "no checkpointing")
+    about = ", ".join(filter(None, words)) if "seconds" in peer else ""
+    return [row["mode"], f"{count} x {tokens:,}", speed(peer), speed(ours), ratio, peak(peer), peak(ours), about]
 
 
 if __name__ == "__main__":
