@@ -519,8 +519,14 @@ def test_figures_of_speed_are_recorded() -> None:
         assert not lora + their_lora
         assert any(f"| {ours} |" in line and "longspan" in line for line in lines)
         assert any(f"| {theirs} |" in line and "Hugging Face" in line for line in lines)
-    # and the price in memory on one GPU, from the least to the most
     text = " ".join(README.split())
+    faster = re.search(
+        r"is faster: ([\d,]+) and ([\d,]+) tokens/s.* LoRA is ([\d.]+) times .* full training ([\d.]+)\.", text
+    )
+    assert faster is not None
+    without = re.findall(r"\| 4 x 8,192 \| [^|]* \| ([\d,]+), [^|]*\|[^|]*\|[^|]*\| ([\d.]+) \|", peers)
+    assert [*zip(faster.groups()[:2], faster.groups()[2:], strict=True)] == without[::-1]
+    # and the price in memory on one GPU, from the least to the most
     spans = re.findall(r"(\d+) to (\d+)(?: GiB)?", re.findall(r"on one GPU (\d+ to .*?\));", text)[0])
     peaks = list[list[float]]()
     for record, table, columns in (

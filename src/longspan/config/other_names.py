@@ -15,7 +15,7 @@ NAMES = {
     "context.context_parallel_size (with context.cp_comm_type a2a)": "sp_size parallelism_config_sp_size",
     "context.context_parallel_size (or context.planner dynamic)": "context_parallel.size",
     "context.cp_comm_type": "cp_comm_strategy parallelism_config_cp_comm_strategy context_parallel_rotate_method "
-    "context_parallel.backend",
+    "context_parallel.backend context_parallel_backend",
     "context.partition (zigzag is the default)": "context_parallel_load_balancer",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp_size",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_degree",
@@ -34,7 +34,8 @@ NAMES = {
     "optimizer.warmup_steps": "lr_warmup_iters",
     "optimizer.arguments (betas=[0.9, 0.95])": "adam_beta1 adam_beta2 betas",
     "optimizer.max_grad_norm": "clip_grad",
-    "train.activation_checkpointing": "recompute_granularity gradient_checkpointing activation_checkpoint.mode",
+    "train.activation_checkpointing": "recompute_granularity gradient_checkpointing activation_checkpoint.mode "
+    "use_gradient_checkpointing",
     "train.compile": "compile.enable",
     f"train.loss ({', '.join(LOSSES)})": "loss_type rl stage pref_loss",
     "train.loss_arguments (beta=0.1)": "beta rl_beta pref_beta",
@@ -60,7 +61,7 @@ NAMES = {
     "data.chat_template": "chat_template_jinja template",
     "data.rename_columns": "field_messages message_property_mappings columns",
     "data.tokenizer": "tokenizer_model",
-    "data.max_document_tokens": "seq_length seq_len sequence_len cutoff_len max_length",
+    "data.max_document_tokens": "seq_length seq_len sequence_len cutoff_len max_length max_seq_length",
     "evaluation.documents": "eval_iters val_set_size val_size",
     "lora.rank": "lora_r lora_rank adapter finetuning_type",
     "lora.alpha": "lora_alpha",
