@@ -44,7 +44,8 @@ def read_classes() -> dict[str, Any]:
                 own_names[name][own].add(kind)
         for name, value in defaults(config):
             own = config.attribute_map.get(name, name)
-            if not named.isdisjoint((name, own)):
+            others = (other for other, mapped in config.attribute_map.items() if mapped == own)
+            if not named.isdisjoint((name, own, *others)):
                 values[own][json.dumps(value)].add(kind)
         if ties_by_text(config):
             values["tied_by_text"]["true"].add(kind)
@@ -59,7 +60,7 @@ def read_classes() -> dict[str, Any]:
 
 def attributes_of_plans() -> set[str]:
     texts = (path.read_text(encoding="utf-8") for path in PLAN.rglob("*.py"))
-    return {name for text in texts for name in re.findall(r'"([a-z]\w*)"', text)} - NOT_SIZES
+    return {name for text in texts for name in re.findall(r'"([A-Za-z]\w*)"', text)} - NOT_SIZES
 
 
 def section_types(config: type[PreTrainedConfig]) -> Iterator[tuple[str, str, bool]]:

@@ -71,8 +71,9 @@ class Facts:
 
     @cached_property
     def expert_count(self) -> int:
-        """Experts of a layer; 0 for a model without any."""
-        return read_experts(self.model).of_layer
+        """Experts of a layer that slots may share; 0 for a model without any."""
+        experts = read_experts(self.model)
+        return experts.of_layer if experts.shared else 0
 
     @cached_property
     def timed_steps(self) -> tuple[int, ...]:

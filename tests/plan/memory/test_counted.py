@@ -100,7 +100,16 @@ def test_layers_keep_what_is_planned(world: World, family: str, word: str) -> No
         "olmoe",
         *(
             pytest.param(x, marks=pytest.mark.whole)
-            for x in ("deepseek_v2", "glm4_moe_lite", "hunyuan_v1_dense", "mellum", "minimax_m2", "sarvam_mla", "youtu")
+            for x in (
+                "deepseek_v2",
+                "glm4_moe_lite",
+                "hunyuan_v1_dense",
+                "longcat_flash",
+                "mellum",
+                "minimax_m2",
+                "sarvam_mla",
+                "youtu",
+            )
         ),
     ],
 )

@@ -190,8 +190,8 @@ def test_refused(config: Any, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
 def test_experts_under_every_name(name: str) -> None:
     counts: dict[str, Any] = {name: 8, "num_experts_per_tok": 2}
-    assert read_experts({"text_config": SimpleNamespace(**counts)}) == read_experts(counts) == (8, name, 2)
-    assert read_experts({"num_experts_per_tok": 2, name: None}) == (0, "", 0)
+    assert read_experts({"text_config": SimpleNamespace(**counts)}) == read_experts(counts) == (8, name, 2, True)
+    assert read_experts({"num_experts_per_tok": 2, name: None}) == (0, "", 0, True)
 
 
 DENSE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -66,10 +66,11 @@ class GpuRun:
             model = {"model_type": preset.model_type, "vocab_size": config.data.vocab_size, **preset.values}
         ModelShape.of(model, mtp_layers=config.mtp.num_layers)  # raises for a model without sizes
         # The words are those of a run that has loaded the model.
-        if home.ep > 1 and not read_experts(model).of_layer:
+        experts = read_experts(model)
+        if home.ep > 1 and not (experts.of_layer and experts.shared):
             read = ConfigReader.read_whole_model(model)
             classes = read.value("architectures") or [read.model_type or read.where]
-            raise PlanError(experts_missing_text(home.ep, str(classes[0])))
+            raise PlanError(experts_missing_text(home.ep, str(classes[0]), experts))
         return cls(config, gpus, model)
 
     @property

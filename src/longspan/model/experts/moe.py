@@ -230,12 +230,7 @@ class ExpertFeature(Feature):
         home = self.world.home
         modules = expert_modules(model)
         if home.ep > 1 and not modules:
-            own = (
-                "; its own are outside transformers' interface of experts"
-                if read_experts(model.config).of_layer
-                else ""
-            )
-            raise ModelError(experts_missing_text(home.ep, type(model).__name__) + own)
+            raise ModelError(experts_missing_text(home.ep, type(model).__name__, read_experts(model.config)))
         if home.ep > 1 and not self.options.shard_parameters:
             raise ModelError(
                 f"the home has ep {home.ep}, which needs sharded parameters; use shard_parameters=True or ep 1"

@@ -187,12 +187,17 @@ class LayerTable:
         post_norm = self.norm_part(self.hidden_size) if post_norms else LayerPart()
         if kind.mixes and (mixer := read_mixer_shape(self.read)):
             mixing += self.mixer_part(mixer)
+        width = feed_forward_weights(self.read, "dense").last // self.hidden_size
         if kind.attention:
             mixing += self.attention_part()
+        if kind.double:
+            norm = self.norm_part(self.hidden_size)
+            feed = (self.mlp_part(width) + norm) + (self.mlp_part(width) + norm) + self.experts_part()
+            first_norm = self.norm_part(self.hidden_size, saves_input=False)
+            return mixing + mixing + first_norm + norm, feed
         if kind.mixes or kind.attention:
             mixing += self.norm_part(self.hidden_size, saves_input=False) + post_norm
         if kind.feeds:
-            width = feed_forward_weights(self.read, "dense").last // self.hidden_size
             feed = self.experts_part() if kind.feeds == "experts" else self.mlp_part(width)
             # The norm before the MLP reads the sum of the layer's input and what attention made: without attention it
             # is the input itself, and in compiled layers with norms after attention it is made again.
@@ -373,7 +378,7 @@ class LayerTable:
         visits = experts_per_token(read)
         experts = read.experts_attribute_and_count()[1]
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
-        probabilities = self.bytes_of_rows(0 if own_gate else experts, WIDE)
+        probabilities = self.bytes_of_rows(0 if own_gate else experts + read.count("zero_expert_num"), WIDE)
         router = LayerPart(
             self.bytes_of_rows(self.hidden_size) * trained
             + self.bytes_of_rows(self.hidden_size, WIDE) * (trained and read.family.wide_router)
@@ -381,6 +386,8 @@ class LayerTable:
             + self.bytes_of_rows(visits, INDEX)
             + probabilities
         )
+        if identities := read.count("zero_expert_num"):
+            return router + self._looped_experts_part(visits, experts, identities)
         copies = self.bytes_of_rows(visits * (latent or self.hidden_size))
         product = self.bytes_of_rows(visits * width)
         # results, what the first product made, and its gate; for trained weights the copies and the product too
@@ -407,6 +414,21 @@ class LayerTable:
         weighted = self.bytes_of_rows(1 + self.hidden_size) if vectors_left else 0.0
         counted_input = self.bytes_of_rows(self.hidden_size) * trained
         return part + (self.mlp_part(shared_width) + LayerPart(weighted - counted_input))
+
+    def _looped_experts_part(self, visits: int, experts: int, identities: int) -> LayerPart:
+        """Return the part of experts that a class runs one after another. Those that are the identity hand a copy of a
+        row on. Each has a gradient as large as the weights of all."""
+        trained = self.settings.trains_all
+        width = self.read.count("moe_intermediate_size")
+        weights = feed_forward_weights(self.read, "experts")
+        computed = visits * experts / (experts + identities)
+        # of a visit the result, before and after its weight; what the first product made, and its activated gate; for
+        # trained weights the copy and the last product's input too
+        saved = self.bytes_of_rows(visits * 2 * self.hidden_size + computed * 3 * width)
+        saved += trained * self.bytes_of_rows(computed * (self.hidden_size + width))
+        indices = self.bytes_of_rows(visits, 2 * INDEX + WIDE)
+        gradients = trained * (weights.of_experts + weights.unvisited) * self.settings.compute_bytes
+        return LayerPart(saved + indices, 2 * self.bytes_of_rows(self.hidden_size) + gradients)
 
     def mixer_part(self, mixer: MixerShape) -> LayerPart:
         """Return the part of a state-space layer, whose heads are divided over tensor-parallel ranks. A short

@@ -86,7 +86,8 @@ class StageLayers:
 @dataclass(frozen=True)
 class ModelNumbers:
     """The parameters of a model: of every layer, those of depths of multi-token prediction last, and what is around.
-    `head` are those of the output projection, and of the embedding, which has as many. Each depth has `depth_layers`.
+    `head` are those of the output projection, and of the embedding, which has as many, and `end` those between the last
+    layer and the head. Each depth has `depth_layers`.
     Rows are `hidden_size` wide, their queries `query_width`, and their logits `vocabulary`.
     """
 
@@ -95,6 +96,7 @@ class ModelNumbers:
     decoder_layers: int
     depth_layers: int
     head: Numbers
+    end: Numbers
     tied: bool
     hidden_size: int
     query_width: int
@@ -123,7 +125,7 @@ class ModelNumbers:
         kinds = layer_kinds(read)
         mixer = read_mixer_shape(read) if any(kind.mixes for kind in kinds) else None
 
-        def matrix_numbers(weights: float) -> Numbers:
+        def numbers_on_rank(weights: float) -> Numbers:
             trained = weights * settings.trains_all
             return Numbers(weights, trained, weights, trained)
 
@@ -136,10 +138,10 @@ class ModelNumbers:
             for number, kind in enumerate(kinds)
         ]
         vocabulary = read.count("vocab_size")
-        head = matrix_numbers(hidden * vocabulary / home.tp)
+        head = numbers_on_rank(hidden * vocabulary / home.tp)
         tied = ConfigReader.read_whole_model(config).ties_embeddings
         first, *others = (_count_layer_parameters(read, kind, mixer, home, settings, None) for kind in of_depth)
-        mtp_layers = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.mtp_layers
+        mtp_layers = [first + numbers_on_rank(2 * hidden * hidden), *others] * settings.mtp_layers
         tower = Numbers()
         shape = None
         if settings.encoder_rows:
@@ -155,6 +157,7 @@ class ModelNumbers:
             decoder_layers=len(kinds),
             depth_layers=len(of_depth),
             head=head.freeze(settings.frozen_names, *_ENDS, least=1 if tied else 2),
+            end=numbers_on_rank(hidden),
             tied=tied,
             hidden_size=hidden,
             query_width=attention_widths(read).query,
@@ -178,11 +181,13 @@ def _count_layer_parameters(
     parts = layer_parts(read, kind, mixer)
     experts = sum(weights.of_experts + weights.unvisited for weights in parts)
     dense = sum(weights.all - weights.of_experts for weights in parts)
-    norms = (1 + bool(kind.feeds)) * read.count("hidden_size")
+    times = 1 + kind.double
+    norms = times * (1 + bool(kind.feeds)) * read.count("hidden_size")
     if kind.attention and has_latent_attention(read):  # narrow rows are whole on every tensor-parallel rank
         latent = latent_widths(read)
         narrow = latent.query_rank + latent.rank + latent.rotary
-        norms += latent.query_rank + latent.rank + read.count("hidden_size") * narrow * (1 - 1 / home.tp)
+        narrow_weights = read.count("hidden_size") * narrow * (1 - 1 / home.tp)
+        norms += times * (latent.query_rank + latent.rank + narrow_weights)
     whole = dense / home.tp + norms + experts / home.ep
     share = (dense + experts) / home.tp + norms
     if settings.trains_all:
@@ -249,12 +254,12 @@ def _adapter_linears(
                 ("in_proj", hidden, mixer.channels + (inner + mixer.heads if mixer.heads else 2 * inner))
             )
         linears.append(("out_proj", inner, hidden))
-    if kind.feeds == "dense":
+    if kind.feeds == "dense" or kind.double:
         weights = feed_forward_weights(read, "dense")
         width = weights.last // hidden
         gate_and_up = ("gate_proj", "up_proj") if weights.all // weights.last > 2 else ("up_proj",)
         linears += [*((name, hidden, width) for name in gate_and_up), ("down_proj", width, hidden)]
-    return linears
+    return linears * (1 + kind.double)
 
 
 def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
@@ -294,7 +299,7 @@ def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -
         heads = [embeds, predicts].count(True)  # the embedding counts as a head, which has as many parameters
         if numbers.tied:
             heads = min(1, heads)
-        root = sum([numbers.head] * heads, Numbers())
+        root = sum([numbers.head] * heads, numbers.end if predicts else Numbers())
         all_numbers = sum((numbers.layers[i] for i in layers), root) + numbers.tower
         stages.append(StageLayers(layers, embeds, predicts, root, all_numbers))
     return tuple(stages)

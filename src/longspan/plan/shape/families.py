@@ -101,6 +101,7 @@ class Family:
     own_expert_gate: bool = False  # experts with a gate of several steps, routed by scores alone
     wide_router: bool = False  # the router multiplies rows in float32
     experts_interface: bool = True  # experts have transformers' common interface
+    double_layers: bool = False  # a layer has two attentions and two MLPs, and experts beside the first of these
     rotary: bool = True  # False: attention of a hybrid without positions
     rotary_key: str = ""  # the attribute that switches them on (True or "rope"); without it they are off
     prefix_rows: bool = False  # rows at the start of a document see each other in both directions
@@ -265,7 +266,7 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "llava": Family(images="features"),
-    "longcat_flash": Family(unpriced="two attentions in each layer", wide_router=True),
+    "longcat_flash": Family(double_layers=True, experts_interface=False, wide_router=True),
     "mamba2": Family(
         tensor_parallel=_EMBEDDINGS,
         small={"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},

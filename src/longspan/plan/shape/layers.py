@@ -22,13 +22,15 @@ _INSTEAD = {"moe": "mlp", "mlp": "moe"}
 
 class LayerKind(NamedTuple):
     """What a layer has: the kind of its `attention`, or ""; whether a recurrence or convolution `mixes` its rows; what
-    it `feeds`, an MLP ("dense"), "experts" or ""; and whether it has an indexer of its own, which `chooses` keys.
+    it `feeds`, an MLP ("dense"), "experts" or ""; whether it has an indexer of its own, which `chooses` keys; and
+    whether it is `double`: it attends twice, each time before an MLP, and what it feeds is beside the first of these.
     """
 
     attention: str
     mixes: bool
     feeds: str
     chooses: bool = False
+    double: bool = False
 
 
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
@@ -37,13 +39,18 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     (layer_patterns.py); if that has no rule, all attend to all rows.
     """
     types = layer_types(read)
-    count = read.count("num_hidden_layers") or len(types)
+    count = read.count(layer_count_name(read)) or len(types)
     # whether attention, mixers and MLPs are layers of their own
     separate = any(kind in ("mlp", "moe") for kind in types)
     # A configuration that names no type of model has its window in every layer.
     in_window = not types and not read.model_type and sliding_window(read)
     types += ["sliding_attention" if in_window else ATTENTION[0]] * (count - len(types))
     return tuple(_layer_kind(read, layer, kind, separate=separate) for layer, kind in enumerate(types[:count]))
+
+
+def layer_count_name(read: ConfigReader) -> str:
+    """Return the attribute that counts layers: `num_hidden_layers` counts attentions where a layer has two."""
+    return "num_layers" if read.family.double_layers else "num_hidden_layers"
 
 
 def layer_types(read: ConfigReader) -> list[str]:
@@ -126,7 +133,8 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, *, separate: bool) ->
         feeds = ""  # Mamba 2 has no MLP of its own; Zamba 2's counts with the shared block
     else:
         feeds = "experts" if experts_per_token(read) and _layer_has_experts(read, layer) else "dense"
-    return LayerKind(attention, is_hybrid or kind in MIXING, feeds, _has_indexer(read, layer, attention))
+    chooses = _has_indexer(read, layer, attention)
+    return LayerKind(attention, is_hybrid or kind in MIXING, feeds, chooses, read.family.double_layers)
 
 
 def _has_indexer(read: ConfigReader, layer: int, attention: str) -> bool:
@@ -258,7 +266,8 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
 
     Of experts, `all` has the router, the shared expert (its gate is one more column of the router) and the experts that
     one token visits; `unvisited` has the rest. Experts that read a narrower row (Nemotron-H) have a projection to it
-    and back.
+    and back. Of identity experts (LongCat), which hand rows on, a token visits as many as their share of all; the class
+    has weights of their first product all the same.
     """
     hidden = read.count("hidden_size")
     # gate, up and down; without a gate two (Nemotron-H has `mlp_hidden_act`)
@@ -283,6 +292,10 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     weights = products * ((narrow_width or hidden) * visited * expert_width + hidden * shared_width)
     experts = read.experts_attribute_and_count()[1]
     expert_weights = products * (narrow_width or hidden) * expert_width
+    if identities := read.count("zero_expert_num"):
+        visits = visited * experts * expert_weights // (experts + identities)
+        stored = experts * expert_weights + 2 * identities * hidden * expert_width
+        return Weights(visits + hidden * (experts + identities), 0, visits, stored - visits)
     all_weights = weights + 2 * hidden * narrow_width + hidden * (experts + gated)
     # No last product: the router's weights multiply what experts return, so that backward needs it.
     return Weights(all_weights, 0, visited * expert_weights, max(0, experts - visited) * expert_weights)
@@ -407,7 +420,11 @@ def layer_parts(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -
     """
     parts = [attention_weights(read, kind.attention)] if kind.attention else []
     parts += [Weights(mixer.weights, mixer.last)] if kind.mixes and mixer else []
-    return parts + ([feed_forward_weights(read, kind.feeds)] if kind.feeds else [])
+    feeds = [feed_forward_weights(read, kind.feeds)] if kind.feeds else []
+    if kind.double:
+        dense = feed_forward_weights(read, "dense")
+        return [*parts, dense, *feeds, *parts, dense]
+    return parts + feeds
 
 
 def mixer_kind(read: ConfigReader) -> str:

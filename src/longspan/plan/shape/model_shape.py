@@ -24,6 +24,7 @@ from longspan.plan.shape.layers import (
     experts_per_token,
     has_latent_attention,
     key_value_heads,
+    layer_count_name,
     layer_kinds,
     layer_parts,
     layer_types,
@@ -138,7 +139,7 @@ class ModelShape:
             # The layer's last product is that of its last part: MLP or experts, or else mixer, or else attention.
             weights_of_kinds[kind] = Weights(every, parts[-1].last, of_experts, unvisited)
         layers = [weights_of_kinds[kind] for kind in kinds]
-        attention = [kind.attention for kind in kinds if kind.attention]
+        attention = [kind.attention for kind in kinds if kind.attention for _ in range(1 + kind.double)]
         widths = attention_widths(read) if attention else (0, 0)
         choosing = _read_choosing_layers(read, kinds)
         # Keys of other widths travel in layers that gather latents, or entries.
@@ -173,7 +174,7 @@ class ModelShape:
             decoder_layers=len(kinds),
             heads=max(1, read.count("num_attention_heads")),
             kv_heads=1 if any(choice.gathers for choice, *_ in choosing) else key_value_heads(read),
-            dense_layers=sum(kind.feeds == "dense" for kind in kinds),
+            dense_layers=sum(2 if kind.double else kind.feeds == "dense" for kind in kinds),
             expert_weights=sum(layer.of_experts for layer in layers),
             stored_weights=sum(layer.all + layer.unvisited for layer in layers)
             + (index_weights + embedding_and_head + projections),
@@ -222,7 +223,7 @@ def _check_needed_counts(read: ConfigReader, kinds: Sequence[LayerKind]) -> None
     layers, all are."""
     needed = ["hidden_size"]
     if not layer_types(read):  # types would tell how many layers there are
-        needed.append("num_hidden_layers")
+        needed.append(layer_count_name(read))
     if not kinds or any(kind.attention for kind in kinds):
         needed.append("num_attention_heads")
     # Layers of a window or chunk would be priced as if they attended to all rows.
@@ -265,11 +266,14 @@ def has_mixers(config: Any) -> bool:
 
 
 class ExpertCounts(NamedTuple):
-    """The experts of a layer, their attribute's name, and how many a token visits; 0, "" and 0 without experts."""
+    """The experts of a layer, their attribute's name, and how many a token visits; 0, "" and 0 without experts. Those
+    outside transformers' interface are not `shared` by slots (ep).
+    """
 
     of_layer: int
     name: str
     of_token: int
+    shared: bool = True
 
 
 def read_experts(config: Any) -> ExpertCounts:
@@ -279,12 +283,13 @@ def read_experts(config: Any) -> ExpertCounts:
     """
     read = ConfigReader.read_language_model(config)
     name, count = read.experts_attribute_and_count()
-    return ExpertCounts(count, name, experts_per_token(read) if count else 0)
+    return ExpertCounts(count, name, experts_per_token(read) if count else 0, read.family.experts_interface)
 
 
-def experts_missing_text(ep: int, model: str) -> str:
-    """Return the words of an error: experts cannot be dealt out, for the model (`model` names it) has none."""
-    return f"the home has ep {ep}, but {model} has no experts to deal out; use ep 1"
+def experts_missing_text(ep: int, model: str, experts: ExpertCounts) -> str:
+    """Return the words of an error: the `experts` of the model that `model` names, if any, cannot be dealt out."""
+    own = "; its own are outside transformers' interface of experts" if experts.of_layer else ""
+    return f"the home has ep {ep}, but {model} has no experts to deal out; use ep 1{own}"
 
 
 # TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name counts that

@@ -88,26 +88,28 @@ def packed_weights_of_layer(
     if form is None:
         return PackedWeights()
     hidden = read.count("hidden_size")
+    times = 1 + kind.double
     parts = list[_Part]()
     if kind.attention:
-        parts += _attention_parts(read, hidden, tp)
+        parts += _attention_parts(read, hidden, tp) * times
     if kind.mixes and mixer:
         # without those of the convolution
         weights = Weights(mixer.weights - mixer.channels * mixer.width, mixer.last)
         parts += _linear_parts(_MIXER, weights, hidden, tp)
-    if kind.feeds == "dense":
-        parts += _linear_parts(_MLP, feed_forward_weights(read, "dense"), hidden, tp)
+    if kind.feeds == "dense" or kind.double:
+        parts += _linear_parts(_MLP, feed_forward_weights(read, "dense"), hidden, tp) * times
     experts = list[_Part]()
     if kind.feeds == "experts":
         weights = feed_forward_weights(read, "experts")
         count = read.experts_attribute_and_count()[1]
         inputs = read.count("moe_latent_size") or hidden
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
-        down = count * inputs * width
-        experts.append(_Part(_EXPERTS, weights.of_experts + weights.unvisited - down, inputs))
-        experts.append(_Part(_EXPERTS, down, width))
+        if read.family.experts_interface:  # others stay whole
+            down = count * inputs * width
+            experts.append(_Part(_EXPERTS, weights.of_experts + weights.unvisited - down, inputs))
+            experts.append(_Part(_EXPERTS, down, width))
         # What is left beside the router: the shared expert, and the one row of its gate.
-        shared = weights.all - weights.of_experts - hidden * count
+        shared = weights.all - weights.of_experts - hidden * (count + read.count("zero_expert_num"))
         parts.append(_Part(_MLP, shared, hidden))
     if form.experts_alone:
         parts = []
