@@ -449,6 +449,13 @@ def test_bytes_of_gpus_are_given_or_those_of_their_name() -> None:
     assert read_gpus(GpuFlags(gpu="h100", host_bytes=5_000_000_000), "").host_bytes == 5_000_000_000
 
 
+def test_a_hybrid_with_open_partition_and_degree_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its heads allow a2a at some degrees only, of which none is known before the partition is chosen."""
+    words = "--model.preset bamba-tiny --same 4x256 --slots 4 --gpu h200 --planner fixed --context.partition auto"
+    keys = ask(words.split(), capsys)["keys"]
+    assert keys["context.planner"] == "fixed" and keys["context.context_parallel_size"] >= 1
+
+
 # ---- --gpu all
 
 FIXED = ["--planner", "fixed", "--cp-comm-type", "p2p"]

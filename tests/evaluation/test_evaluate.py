@@ -187,7 +187,7 @@ def test_a_set_is_planned_once() -> None:
         model = prepare_untried(deep("qwen3", torch.float64, 2, vocabulary=VOCABULARY), world)
         first, again = (evaluate(model, DOCUMENTS, choice, world) for _ in range(2))
         fewer = evaluate(model, DOCUMENTS[:3], choice, world)
-        smallest = evaluate(model, DOCUMENTS[:3], PlannerConfig.fixed(0, max_tokens_per_slot=300), world)
+        smallest = evaluate(model, DOCUMENTS[:3], PlannerConfig.fixed(None, max_tokens_per_slot=300), world)
     assert (smallest.cp, smallest.loss) == (1, fewer.loss)
     assert again.plan is first.plan and again.loss == first.loss and fewer.plan.lengths == LENGTHS[:3]
 

@@ -92,7 +92,7 @@ def test_losses_of_documents_on_one_rank() -> None:
     [
         PlannerConfig.fixed(2, max_tokens_per_slot=400),
         pytest.param(
-            PlannerConfig("dynamic", 0, 1, 0, PlannerConfig.fixed(1, max_tokens_per_slot=400).options, ""),
+            PlannerConfig("dynamic", None, 1, None, PlannerConfig.fixed(1, max_tokens_per_slot=400).options, ""),
             marks=pytest.mark.whole,
         ),
     ],

@@ -177,7 +177,7 @@ def test_the_choice_is_that_of_which_degree() -> None:
     home, lengths = Layout(16, tp=2), [30000, 900, 800, 700, 20]
     config = config_of(**{DEGREE: "auto", ROWS: 8192, "parallel__tp": 2})
     choice = PlannerConfig.evaluation(config, cost=Cost(), heads=16)
-    assert (choice.degree, choice.options.cp_comm_type) == (0, "auto")
+    assert (choice.degree, choice.options.cp_comm_type) == (None, "auto")
     comparison = compare_degrees(lengths, home, options=choice.home_options(home))
     found, reason = choose_evaluation_degree(choice, lengths, home)
     assert found.degree == comparison.best.cp >= 4 and reason == comparison.reason()
@@ -196,12 +196,27 @@ def test_the_choice_is_that_of_which_degree() -> None:
 
 def test_a_choice_of_plans_is_said_in_plain_words() -> None:
     fixed = {cp: RankedWay("fixed", cp, 8192, seconds, priced=False) for cp, seconds in ((2, 1.0), (1, 1.02), (4, 1.8))}
-    dynamic = RankedWay("dynamic", 0, 8192, 0.998, priced=False)
+    dynamic = RankedWay("dynamic", None, 8192, 0.998, priced=False)
     words = "as fast as dynamic, 2 % faster than degree 1, 1.8 times as fast as degree 4"
     assert Reasons((fixed[2], dynamic, fixed[1], fixed[4])).planner == f"fixed, degree 2 (predicted {words})"
     words = "0.5 s a step, 5 % faster than degree 2"
-    ways = RankedWay("dynamic", 0, 8192, 0.5), RankedWay("fixed", 2, 8192, 0.525)
+    ways = RankedWay("dynamic", None, 8192, 0.5), RankedWay("fixed", 2, 8192, 0.525)
     assert Reasons(ways).planner == f"dynamic (predicted {words})"
+    assert [way["degree"] for way in Reasons(ways).to_json()["ways"]] == [0, 2], "records have 0 for dynamic plans"
+
+
+@pytest.mark.parametrize("least", [0, -1])
+def test_degrees_below_one_are_refused(least: int) -> None:
+    for key, choose in {
+        "context_parallel_size": lambda: PlannerConfig.fixed(least),
+        "min_dynamic_context_parallel_size": lambda: PlannerConfig.dynamic(least),
+        "max_dynamic_context_parallel_size": lambda: PlannerConfig.dynamic(1, least),
+    }.items():
+        with pytest.raises(PlanError, match=f"^{key} is {least}; give an integer of at least 1$"):
+            choose()
+    keys = {"context.planner": "fixed", "context.context_parallel_size": 0, "model.config": "folder"}
+    choice = PlannerConfig.training(load_config(None, keys))
+    assert (choice.degree, choice.max_degree, choice.text) == (None, None, "fixed at cp auto"), "keys have 0 for open"
 
 
 def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:

@@ -120,8 +120,8 @@ class EvalFlags:
     split: str = ""
     """Which split of --data is read, and which of its rows, as data.split of train: test, or train[-100:]."""
     max_document_tokens: int = NOT_GIVEN
-    """Longer texts of --data are cut into documents of at most this many tokens; 0: none is cut. Default (-1): as in
-    the run; of a folder: 0."""
+    """Longer texts of --data are cut into documents of at most this many tokens; 0: none is cut. Default: as in the
+    run; of a folder: 0."""
     tokenizer: str = ""
     """A folder with tokenizer.json; empty: that of the run, or of the model's folder."""
     compare: str = ""

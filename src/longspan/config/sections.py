@@ -373,9 +373,8 @@ class TrainConfig(Section):
     """Arguments of the loss by TRL's names, such as "beta=0.05" or "desirable_weight=1.33"; of a model with one score
     (model.num_labels) "center_rewards_coefficient=0.01", the weight of (chosen + rejected)², which keeps scores around
     0."""
-    router_aux_loss_coef: Annotated[float, AtLeast(-1)] = -1.0
-    """Weight of the load-balancing loss of experts' routers; 0: none. Default (-1): that of the model's
-    configuration."""
+    router_aux_loss_coef: Annotated[float | str, AtLeast(0)] = AUTO
+    """Weight of the load-balancing loss of experts' routers; 0: none; auto: that of the model's configuration."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the z-loss of experts' routers: the mean square of the logsumexp of their logits."""
     profile_steps: Annotated[tuple[int, ...], AtLeast(1)] = ()

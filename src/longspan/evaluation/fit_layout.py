@@ -86,7 +86,7 @@ def fit_evaluation_plans(
     choice = PlannerConfig.evaluation(config)
     values = dict[str, Any]()
     types = choice.options.types
-    degree = choice.widest_degree(home)
+    degree = choice.widest_degree(home) or 1
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
     degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]
     if section.context_parallel_size == AUTO or (section.planner == "fixed" and not section.context_parallel_size):

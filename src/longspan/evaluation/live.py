@@ -77,7 +77,7 @@ def evaluate(
         raise PlanError(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
-    # the result names the widest degree, unless a choice names one degree for all documents (0: the plan's)
+    # The result names the widest degree, unless a choice names one degree for all documents.
     degree = max((group.degree for group in plan.groups), default=1)
     if isinstance(choice, PlannerConfig) and choice.has_one_degree:
         degree = choice.degree or degree

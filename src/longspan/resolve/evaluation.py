@@ -78,9 +78,9 @@ def plan_evaluation(
     return fastest
 
 
-def widest_dynamic_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
-    """Return the highest degree up to `most` (0: all slots) that a group of a dynamic plan may have by the query heads;
-    1 if they allow no higher one.
+def widest_dynamic_degree(home: Layout, options: PlanOptions, most: int | None = None) -> int:
+    """Return the highest degree up to `most` (None: all slots) that a group of a dynamic plan may have by the query
+    heads; 1 if they allow no higher one.
     """
     degrees = range(min(most or home.slots, home.slots), 1, -1)
     return next((degree for degree in degrees if options.allows(degree, home.tp)), 1)
@@ -146,7 +146,7 @@ def compare_degrees(
     home: Layout,
     *,
     options: PlanOptions | None = None,
-    dynamic_degrees: tuple[int, int] = (1, 0),
+    dynamic_degrees: tuple[int, int | None] = (1, None),
 ) -> DegreeComparison:
     """Price forward passes over these documents at each degree, and by a dynamic plan.
 
@@ -156,7 +156,7 @@ def compare_degrees(
     `options` are those of the plans, with the cost of a slot. Their `cp_comm_type` "auto" takes at each degree the
     fastest type (`options_by_comm_type`). Degrees that do not divide the slots, at which the longest document does not
     fit, or that the heads do not allow, are left out. `max_tokens_per_slot` None takes the longest document.
-    `dynamic_degrees` are the smallest and the largest (0: no limit) of the dynamic plan. Raises PlanError where no
+    `dynamic_degrees` are the smallest and the largest (None: no limit) of the dynamic plan. Raises PlanError where no
     degree is possible.
     """
     lengths = check_lengths(lengths)
@@ -188,7 +188,7 @@ def compare_degrees(
     best = comparison.best.options
 
     def make_plan(options: PlanOptions) -> Plan:
-        return plan_dynamic(lengths, home, min_cp=least_cp, max_cp=most_cp or None, options=options)
+        return plan_dynamic(lengths, home, min_cp=least_cp, max_cp=most_cp, options=options)
 
     try:
         dynamic = plan_evaluation(make_plan, lengths, home, best, widest_dynamic_degree(home, best, most_cp))

@@ -54,7 +54,8 @@ def choose_partition(config: RunConfig, facts: Facts) -> tuple[RunConfig, str]:
 
     def predict_seconds(options: PlanOptions) -> float:
         """Return the predicted seconds of the steps together. Raises ConfigError for a type that the heads forbid."""
-        if not options.allows(widest, home.tp):  # a later document may be long enough to need the widest group
+        # A later document may be long enough to need the widest group; a degree that is open is chosen by the heads.
+        if widest is not None and not options.allows(widest, home.tp):
             raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
         candidate = replace(way.choice, options=options)
         return sum(candidate.plan(documents, home).predicted_seconds for documents in steps)

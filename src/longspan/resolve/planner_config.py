@@ -25,7 +25,7 @@ from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
 from longspan.plan import AsyncPlanner, Cost, Plan, PlanOptions, plan_fixed, plan_padded
-from longspan.plan.check import LongDocumentError, replace_argument_names
+from longspan.plan.check import LongDocumentError, check_count, replace_argument_names
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords
@@ -86,11 +86,11 @@ class PlannerConfig:
     """
 
     planner: str
-    # The degree is that of fixed and padded plans; 0: not chosen yet, and the smallest that holds the documents.
-    degree: int
-    # Dynamic plans have degrees between these; a `max_degree` of 0 is no limit.
+    # The degree is that of fixed and padded plans; None: not chosen yet, and the smallest that holds the documents.
+    degree: int | None
+    # Dynamic plans have degrees between these; a `max_degree` of None is no limit.
     min_degree: int
-    max_degree: int
+    max_degree: int | None
     # The cost of the options is that of one device.
     options: PlanOptions
     # Messages name keys with this prefix.
@@ -98,21 +98,30 @@ class PlannerConfig:
     # Depths of multi-token prediction read tokens behind a shared prefix.
     depths: int = 0
 
+    def __post_init__(self) -> None:
+        """Raise PlanError for a degree below 1."""
+        for key, degree in (("cp", self.degree), ("min_cp", self.min_degree), ("max_cp", self.max_degree)):
+            if degree is not None:
+                check_count(name_of_key(self.prefix, KEYS[key]), degree)
+
     @classmethod
-    def fixed(cls, degree: int, **options: Unpack[PlanKeywords]) -> "PlannerConfig":
-        """Choose plans of one degree; `options` are those of `plan_fixed`.
+    def fixed(cls, degree: int | None, **options: Unpack[PlanKeywords]) -> "PlannerConfig":
+        """Choose plans of one degree (None: the smallest that holds the documents); `options` are those of
+        `plan_fixed`.
 
         >>> PlannerConfig.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
         4
         """
-        return cls("fixed", degree, min_degree=1, max_degree=0, options=PlanOptions(**options), prefix="")
+        return cls("fixed", degree, min_degree=1, max_degree=None, options=PlanOptions(**options), prefix="")
 
     @classmethod
-    def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlannerConfig":
-        """Choose plans whose groups have any degree from `min_degree` to `max_degree` (0: no limit); `options` are
+    def dynamic(
+        cls, min_degree: int = 1, max_degree: int | None = None, **options: Unpack[PlanKeywords]
+    ) -> "PlannerConfig":
+        """Choose plans whose groups have any degree from `min_degree` to `max_degree` (None: no limit); `options` are
         those of `plan_dynamic`.
         """
-        return cls("dynamic", 1, min_degree, max_degree, PlanOptions(**options), prefix="")
+        return cls("dynamic", None, min_degree, max_degree, PlanOptions(**options), prefix="")
 
     @classmethod
     def training(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlannerConfig":
@@ -150,8 +159,8 @@ class PlannerConfig:
     def _from_section(
         cls, section: PlanSection, config: RunConfig, cost: Cost, heads: int | None
     ) -> "PlannerConfig":
-        """What is "auto" until it is resolved counts as one of its values: the planner as dynamic, the degree as 0,
-        rows as without a limit, the partition as zigzag. Pipeline schedules other than 1F1B are priced as 1F1B
+        """What is "auto" until it is resolved counts as one of its values: the planner as dynamic, rows as without a
+        limit, the partition as zigzag. Pipeline schedules other than 1F1B are priced as 1F1B
         without virtual stages."""
         cap = section.max_tokens_per_slot
         node_size = config.context.node_size
@@ -167,9 +176,9 @@ class PlannerConfig:
             heads=heads,
         )
         degree = section.context_parallel_size
-        if isinstance(degree, str):
-            degree = 0
-        degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
+        # Keys have 0 for a degree that is open, and for no largest one.
+        degree = None if isinstance(degree, str) else degree or None
+        degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size or None
         # "auto" counts as dynamic until it is resolved.
         planner = "dynamic" if section.planner == AUTO else section.planner
         return cls(planner, degree, *degrees, options, section.prefix)
@@ -190,13 +199,13 @@ class PlannerConfig:
             return f"{self.planner} at cp {self.degree or AUTO}"
         return self.planner
 
-    def widest_degree(self, home: Layout) -> int:
-        """Return the highest degree that a group may have. Fixed and padded plans have only one, which is 0 if it is
-        still open; a planner of one's own has no limit but the home's slots.
+    def widest_degree(self, home: Layout) -> int | None:
+        """Return the highest degree that a group may have. Fixed and padded plans have only one, which is None if it
+        is still open; a planner of one's own has no limit but the home's slots.
         """
         if self.has_one_degree:
             return self.degree
-        limit = self.max_degree if self.planner == "dynamic" else 0
+        limit = self.max_degree if self.planner == "dynamic" else None
         return min(limit or home.slots, home.slots)
 
     def widest_even_degree(self, home: Layout) -> int:
@@ -240,9 +249,8 @@ class PlannerConfig:
         if self.planner == "dynamic":
             from longspan.plan.dynamic.planner import plan_dynamic
 
-            max_cp = self.max_degree or None
             widest = widest_dynamic_degree(home, options, self.max_degree)
-            make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
+            make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=self.max_degree)
         elif not self.has_one_degree:
             widest = home.slots
             make = partial(plan_by_custom_planner, self.planner, name_of_key(self.prefix, "planner"), lengths, home)
@@ -324,7 +332,7 @@ class PlannerConfig:
             Request.from_arguments((longest,), home, options).check_degree(home, degree)
         elif self.planner == "dynamic":
             request = Request.from_arguments((longest,), home, options)
-            request.check_degrees(self.min_degree, self.max_degree or None)
+            request.check_degrees(self.min_degree, self.max_degree)
         else:  # only a planner of one's own knows what it allows
             self.plan((longest,), home)
 

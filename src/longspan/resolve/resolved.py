@@ -51,7 +51,7 @@ class Reasons:
         if not self.ways:
             return ""
         best, *others = self.ways
-        words = f"{best.planner}, degree {best.degree}" if best.planner in ONE_DEGREE else best.planner
+        words = f"{best.planner}, {best.text}" if best.planner in ONE_DEGREE else best.planner
         if not others:
             return f"{words}, which alone is possible"
         seconds = f"{best.seconds:.3g} s a step, " if best.priced else ""
@@ -59,7 +59,9 @@ class Reasons:
         return f"{words} (predicted {seconds}{', '.join(texts)})"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"planner": self.planner}
+        """Return the reasons as records have them: the degree of dynamic plans is 0."""
+        ways = [asdict(way) | {"degree": way.degree or 0} for way in self.ways]
+        return asdict(self) | {"ways": ways, "planner": self.planner}
 
 
 def _speed_text(times: float) -> str:
@@ -191,7 +193,7 @@ def resolve_evaluations(resolved: Resolved, facts: Facts) -> Resolved:
             sizes = choice.options.hierarchical_context_parallel_sizes
             entry = replace(
                 entry,
-                context_parallel_size=choice.degree,
+                context_parallel_size=choice.degree or 0,
                 cp_comm_type=types if isinstance(types, str) else tuple(types),
                 hierarchical_context_parallel_sizes=tuple(sizes) if isinstance(sizes, Sequence) else sizes or 0,
             )

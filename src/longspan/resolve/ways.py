@@ -210,7 +210,7 @@ class Way:
         unit = 2 * choice.options.row_multiple
         longest = self.facts.longest_document
         least = _round_up(-(-longest // choice.widest_even_degree(home)), unit)
-        degree = max(choice.degree, 1) if choice.has_one_degree else 1
+        degree = (choice.degree if choice.has_one_degree else None) or 1
         mean_rows = -(-self.facts.most_tokens // home.slots)
         most = max(longest // degree, mean_rows) + UNIT
         ratio = max(2.0, (max(most, least) / least) ** (1 / (LIMITS - 1)))
@@ -243,12 +243,12 @@ def _round_up(rows: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class RankedWay:
-    """A way that was compared, in figures: its planner, its degree (0: of dynamic plans), the rows of a slot, and the
-    seconds of a step. `priced`: whether these are of a machine; else they only compare ways.
+    """A way that was compared, in figures: its planner, its degree (None: of dynamic plans), the rows of a slot, and
+    the seconds of a step. `priced`: whether these are of a machine; else they only compare ways.
     """
 
     planner: str
-    degree: int
+    degree: int | None
     rows: int
     seconds: float
     priced: bool = True
@@ -273,10 +273,10 @@ class Fit:
     refusal: str = ""
 
     @property
-    def layout(self) -> tuple[str, int, int]:
-        """The planner, its degree (0: of dynamic plans), and how many slots share experts."""
+    def layout(self) -> tuple[str, int | None, int]:
+        """The planner, its degree (None: of dynamic plans), and how many slots share experts."""
         choice = self.way.choice
-        return choice.planner, choice.degree if choice.has_one_degree else 0, self.way.facts.home.ep
+        return choice.planner, choice.degree if choice.has_one_degree else None, self.way.facts.home.ep
 
     @property
     def ranked_way(self) -> RankedWay:
@@ -389,7 +389,7 @@ def leanest_fit(config: RunConfig, facts: Facts) -> Fit:
     ring. Fixed plans come before dynamic ones of the same degree, which may spread a document over fewer slots.
     """
     open_ways = _list_open_ways(set_usual_mode(config), facts, BindingKeys())
-    way = max(open_ways, key=lambda way: (way.choice.widest_degree(facts.home), way.choice.has_one_degree))
+    way = max(open_ways, key=lambda way: (way.choice.widest_degree(facts.home) or 0, way.choice.has_one_degree))
     if way.config.context.max_tokens_per_slot == AUTO:
         way = way.with_context(max_tokens_per_slot=way.limits_of_rows()[0])
     # A ring holds less than exchanged heads or gathered keys.
@@ -457,7 +457,7 @@ def degrees_to_compare(home: Layout, choice: PlannerConfig) -> tuple[int, ...]:
 
 
 def expand_auto_choice(choice: PlannerConfig, home: Layout, lengths_differ: bool) -> Iterator[PlannerConfig]:
-    """Yield what a planner "auto" and a degree 0 may become; a choice that has both as it is.
+    """Yield what a planner "auto" and an open degree may become; a choice that has both as it is.
 
     Planner "auto" becomes dynamic or fixed, with any degree: one that is given does not count. Documents of one length,
     for which `lengths_differ` is false, gain nothing by dynamic plans. Degrees are those of `degrees_to_compare`.
@@ -465,7 +465,7 @@ def expand_auto_choice(choice: PlannerConfig, home: Layout, lengths_differ: bool
     degree = choice.degree
     planners = [choice.planner]
     if choice.planner == AUTO:
-        degree = 0
+        degree = None
         planners = ["dynamic", "fixed"] if lengths_differ and home.slots > 1 else ["fixed"]
     for one in (replace(choice, planner=planner, degree=degree) for planner in planners):
         if degree or not one.has_one_degree:
@@ -490,7 +490,7 @@ def _list_open_ways(config: RunConfig, facts: Facts, given: BindingKeys) -> Iter
             for choice in expand_auto_choice(replace(way.choice, planner=planner), home, facts.lengths_differ):
                 yield way.with_context(
                     planner=choice.planner,
-                    context_parallel_size=choice.degree,
+                    context_parallel_size=choice.degree or 0,
                     hierarchical_context_parallel_sizes=choice.options.hierarchical_context_parallel_sizes or 0,
                 )
 
@@ -560,7 +560,7 @@ def _find_longest_of_way(way: Way) -> tuple[int, Way]:
     home = facts.home
     budget = facts.budget
     assert budget is not None
-    degree = (way.choice.degree if way.choice.has_one_degree else 0) or home.slots
+    degree = (way.choice.degree if way.choice.has_one_degree else None) or home.slots
     multiple = 2 * way.choice.options.row_multiple
     unit = -(-UNIT // multiple) * multiple
     way = way.with_context(planner="fixed", context_parallel_size=degree, max_tokens_per_slot=0)

@@ -348,7 +348,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
         check_planner_exists(choice.planner, name_of_key(choice.prefix, "planner"))
         for kind in choice.options.types:
             _check_known_or_dotted(name_of_key(choice.prefix, "cp_comm_type"), kind, COMM_TYPES)
-        if choice.has_one_degree and choice.degree and home.slots % choice.degree:  # degree 0 is chosen later
+        if choice.has_one_degree and choice.degree and home.slots % choice.degree:
             ranks = choice.degree * home.tp * home.pp
             raise ConfigError(
                 f"{choice.degree_key} {choice.degree} does not divide {plural(home.slots, 'slot')} "
@@ -410,9 +410,9 @@ def _check_document_fits(choice: PlannerConfig, cut_by: str, home: Layout, longe
         # `wider`: the key that lets the document have more slots
         rows = -(-longest // home.slots)
         wider = ""
-        if choice.has_one_degree and 0 < choice.degree < home.slots:
+        if choice.has_one_degree and choice.degree and choice.degree < home.slots:
             wider = f' ({choice.degree_key} = {home.slots} or {name_of_key(choice.prefix, "planner")} = "dynamic")'
-        elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
+        elif choice.planner == "dynamic" and choice.max_degree and choice.max_degree < home.slots:
             wider = f" ({name_of_key(choice.prefix, 'max_dynamic_context_parallel_size')} = 0)"
         raise ConfigError(
             f"{error}. It needs {rows:,} rows of each of all {plural(home.slots, 'slot')}{wider}; {cut_by} cuts longer "

@@ -93,9 +93,10 @@ class Training:
 
     @property
     def router(self) -> RouterCoefficients:
-        """The weights of the routers' losses in the gradient; a negative balance stands for the configuration's own."""
+        """The weights of the routers' losses in the gradient."""
         balance = self.config.train.router_aux_loss_coef
-        return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss_coef)
+        own = None if isinstance(balance, str) else balance
+        return RouterCoefficients(balance=own, z=self.config.train.router_z_loss_coef)
 
     @property
     def mtp_loss(self) -> "MtpLoss | None":

@@ -58,7 +58,7 @@ class LongspanEngineConfig(EngineConfig):
         """
         options = {**keywords, **self.plan}
         smallest = options.pop("min_cp", 1)
-        largest = options.pop("max_cp", None) or 0
-        degree = self.context_parallel_size
+        largest = options.pop("max_cp", None)
+        degree = self.context_parallel_size or None
         planner = "fixed" if self.planner == AUTO and degree else self.planner
         return PlannerConfig(planner, degree, smallest, largest, PlanOptions(**options), prefix="engine.")

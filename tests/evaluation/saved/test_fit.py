@@ -129,6 +129,10 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
     tall = replace(config, parallel=ParallelConfig(tp=2, sequence_parallel=True))
     fitted = fit_evaluation_plans(tall, Layout(8, tp=2), 8, 1001, ())
     assert fitted.evaluation.max_tokens_per_slot == 502
+    padded = load_config(None, BASE | {"evaluation.planner": "padded"})
+    padded = padded.with_keys("evaluation", context_parallel_size=0)
+    fitted = fit_evaluation_plans(padded, Layout(4), 8, 3001, (DEGREE,))
+    assert fitted.evaluation.max_tokens_per_slot == 3001, "an open degree may be 1"
 
 
 def test_evaluation_has_a_largest_degree_of_its_own_and_otherwise_the_limits_of_training() -> None:

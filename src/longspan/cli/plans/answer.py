@@ -188,7 +188,7 @@ def way_figures(fit: Fit) -> dict[str, Any]:
     types = dict.fromkeys(filter(None, map(plan_type_text, fit.plans)))
     return {
         "planner": planner,
-        "degree": degree or None,
+        "degree": degree,
         "ep": ep,
         "frozen": _frozen_form(fit) or None,
         "cp_comm_type": "; ".join(types),
