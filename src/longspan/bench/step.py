@@ -27,10 +27,11 @@ from longspan.comm import World
 from longspan.comm.device import allocator_retries, peak_reserved_bytes
 from longspan.comm.world_machine import set_world_machine
 from longspan.config.defaults import resolve_defaults
-from longspan.config.dtypes import compute_dtype
+from longspan.config.dtypes import compute_dtype_name
 from longspan.config.file import read_file
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.local_folders import with_local_folders
+from longspan.config.plan_section import PLANNERS
 from longspan.config.sections import (
     ContextConfig,
     LoraSection,
@@ -69,7 +70,6 @@ from longspan.train.run_model.rope_scaling import scale_positions
 from longspan.train.training import Training, build_run_optimizer
 from longspan.versions import versions
 
-PLANNERS = ("padded", "fixed", "dynamic")
 SECTIONS = ("model", "parallel", "context", "train", "optimizer", "lora")
 
 
@@ -123,16 +123,19 @@ class StepFlags(BenchFlags, SourceFlags):
 
 
 def parse_step_flags(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
-    """Parse the flags; returns them and the configuration of the file with the keys that flags change. Flags are parsed
-    a second time with the values of the file that they name as defaults.
-    """
-    flags = parse_flags(StepFlags, argv, "longspan bench step")
+    """Parse the flags; returns them and the configuration of the file with the keys that flags change."""
     file_config = RunConfig()
-    if flags.config:
-        file_config = read_file(flags.config)
-        defaults = {name: getattr(file_config, name) for name in SECTIONS}
-        defaults["run"] = MachineSection(file_config.run.machine)
-        flags = parse_flags(StepFlags, argv, "longspan bench step", defaults)
+
+    def file_sections(words: Sequence[str]) -> dict[str, Any]:
+        nonlocal file_config
+        if not words:
+            return {}
+        file_config = read_file(words[0])
+        return {name: getattr(file_config, name) for name in SECTIONS} | {
+            "run": MachineSection(file_config.run.machine)
+        }
+
+    flags = parse_flags(StepFlags, argv, "longspan bench step", file_sections)
     config = replace(
         file_config,
         run=replace(file_config.run, machine=flags.run.machine),
@@ -205,8 +208,8 @@ class StepSettings:
     @property
     def compute(self) -> str:
         """The dtype of the arithmetic; "" where it is that of the parameters."""
-        kind = str(compute_dtype(self.config.model, self.device)).removeprefix("torch.")
-        return "" if kind == self.config.model.dtype else kind
+        name = compute_dtype_name(self.config.model, self.device)
+        return "" if name == self.config.model.dtype else name
 
     @property
     def device(self) -> str:
@@ -273,8 +276,7 @@ def make_settings(
     config = _make_timed_config(resolve_defaults(config, ranks), max(documents.lengths), ranks, planners)
     peak = flags.peak_tflops
     if gpu and not peak:
-        kind = str(compute_dtype(config.model, "cuda")).removeprefix("torch.")
-        peak = peak_tflops(torch.cuda.get_device_name(0), kind) or 0.0
+        peak = peak_tflops(torch.cuda.get_device_name(0), compute_dtype_name(config.model, "cuda")) or 0.0
     facts = Facts(
         home=home,
         machine=run_machine(config, gpu=gpu),
@@ -320,7 +322,7 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
     """Those of --planners, else that of CONFIG.toml, else PLANNERS; () for "none"."""
     names = ", ".join(PLANNERS)
     named = config.context.planner if flags.config else AUTO
-    default = tuple(PLANNERS) if named in (NOT_GIVEN, AUTO) else (named,)
+    default = PLANNERS if named in (NOT_GIVEN, AUTO) else (named,)
     planners = tuple(planner for planner in flags.planners or default if planner != "none")
     if any(planner not in PLANNERS and "." not in planner for planner in planners):
         raise ConfigError(
@@ -521,7 +523,7 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
     )
     seconds, peak, reserved, retries = (max(figures) for figures in zip(*figures_of_ranks, strict=True))
     tokens = sum(settings.lengths)
-    shape = ModelShape.of(settings.configuration)
+    shape = ModelShape.of(settings.configuration, mtp_layers=settings.config.mtp.num_layers)
     flops = model_flops(shape, settings.lengths, trains_all=not settings.config.lora.rank)
     row: dict[str, Any] = {
         "seconds": seconds,

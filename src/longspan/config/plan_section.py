@@ -13,7 +13,8 @@ from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, Needs, NonNegativeInt
 from longspan.errors import ConfigError
 from longspan.plan.micro_batch import fit_level_sizes
 
-ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
+# Plans of these planners have one degree.
+ONE_DEGREE = ("padded", "fixed")
 # These planners keep documents that share prefixes in one group.
 FAMILY_PLANNERS = AUTO, "fixed", "dynamic"
 # Another name is that of a function of the user's.
