@@ -1,16 +1,20 @@
 """Bytes that a real model's step holds, counted layer by layer by what operators make, on a CPU."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from bench.training.live_bytes import LiveBytes
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BambaConfig,
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -47,6 +51,35 @@ _MAMBA2 |= {"mamba_expand": 2, "attn_layer_indices": [1]}
 _LATENT: dict[str, Any] = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
 _LATENT |= {"head_dim": 16, "v_head_dim": 24, "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 2}
 _LATENT |= {"topk_group": 1, "moe_intermediate_size": 192, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+_CHOOSING: dict[str, Any] = _LATENT | {"num_key_value_heads": 8, "index_topk": 16, "index_n_heads": 16}
+_CHOOSING |= {"index_head_dim": 16, "mlp_layer_types": ["dense", "sparse"]}
+_BLOCKS: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3}
+_BLOCKS |= {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 192, "rotary_dim": 16}
+_BLOCKS |= {"dense_intermediate_size": 768, "shared_intermediate_size": 192, "mlp_layer_types": ["dense", "sparse"]}
+_BLOCKS |= {"layer_types": ["full_attention", "minimax_m3_sparse"]}
+_POOLS: dict[str, Any] = _DELTA_NET | {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 32}
+_POOLS |= {"indexer_budget": 16, "indexer_compress_ratio": 4, "hc_lowrank": 32}
+_POOLS |= {"layer_types": ["linear_attention", "indexed_attention"]}
+_GATED_POOLS: dict[str, Any] = _CHOOSING | {"index_kpool": 4, "qk_rope_head_dim": 0, "linear_num_heads": 8}
+_GATED_POOLS |= {"linear_head_dim": 32, "layer_types": ["linear_attention", "indexed_attention"]}
+_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+_ENTRIES: dict[str, Any] = {"head_dim": 64, "q_lora_rank": 96, "o_groups": 2, "o_lora_rank": 48, "sliding_window": 16}
+_ENTRIES |= {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16, "n_routed_experts": 8}
+_ENTRIES |= {"moe_intermediate_size": 192, "num_experts_per_tok": 2, "mlp_layer_types": ["moe"] * 2}
+_ENTRIES |= {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
+_ENTRIES |= {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"], "num_key_value_heads": 1}
+# By the type of a model, which not every transformers has.
+_LATER: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v3.2": ("deepseek_v32", _DENSE | _CHOOSING),
+    "glm-5": ("glm_moe_dsa", _DENSE | _CHOOSING | {"indexer_types": ["full", "shared"]}),
+    "minimax-m3": ("minimax_m3_vl_text", _DENSE | _BLOCKS),
+    "qwen4-exp": ("qwen4_exp_text", _HYBRID | _EXPERTS | _POOLS),
+    "glm-5-next": (
+        "glm5_next",
+        {"text_config": _DENSE | _GATED_POOLS, "vision_config": _VISION | {"out_hidden_size": 256}},
+    ),
+    "deepseek-v4": ("deepseek_v4", _DENSE | _ENTRIES),
+}
 _KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, _DENSE),
     "llama": (LlamaConfig, _DENSE),
@@ -61,8 +94,14 @@ DENSE, EXPERTS, HYBRIDS = ("qwen3", "llama", "gemma3"), ("qwen3-moe", "gpt-oss",
 
 
 def config_of(family: str) -> PreTrainedConfig:
-    kind, sizes = _KINDS[family]
-    return kind(**sizes)
+    if family not in _LATER:
+        kind, sizes = _KINDS[family]
+        return kind(**sizes)
+    model_type, sizes = _LATER[family]
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    later: Any = CONFIG_MAPPING[model_type]
+    return later(**sizes)
 
 
 @dataclass
@@ -164,7 +203,9 @@ def prepared_model(
     config: PreTrainedConfig, plan: Plan, world: World, lora: Any, depths: int, how: dict[str, Any]
 ) -> tuple[Any, list[Any]]:
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    alone = type(config) in AutoModelForCausalLM._model_mapping
+    model: Any = (AutoModelForCausalLM if alone else AutoModelForImageTextToText).from_config(config)
+    model = model.to(torch.bfloat16)
     if lora is not None:
         model = add_lora(model, NewAdapter(**lora)).to(torch.bfloat16)
     if depths:
@@ -178,6 +219,29 @@ def prepared_model(
         columns = zip(documents, labels, plan.parents, strict=True)
         documents = [Document(ids, labels=row, parent=parent) for ids, row, parent in columns]
     return prepare_untried(model, world, **options), documents
+
+
+class SavedBytes:
+    """Bytes of what autograd saves in some modules, each memory once, without parameters and buffers of the model."""
+
+    def __init__(self, model: Any, modules: list[Any]) -> None:
+        self._known = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
+        self._running: Any = None
+        self._saved = {module: dict[int, Tensor]() for module in modules}
+        for module in modules:
+            module.register_forward_pre_hook(lambda m, *_: setattr(self, "_running", m))
+            module.register_forward_hook(lambda *_: setattr(self, "_running", None))
+
+    def _keep(self, x: Tensor) -> Tensor:
+        memory = x.untyped_storage()._cdata
+        if self._running is not None and memory not in self._known:
+            self._saved[self._running].setdefault(memory, x)
+        return x
+
+    def count(self, step: Callable[[], Any]) -> list[int]:
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda x: x):
+            step()
+        return [sum(x.untyped_storage().nbytes() for x in saved.values()) for saved in self._saved.values()]
 
 
 def count_step(

@@ -15,17 +15,22 @@ from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.plan import MemoryNeeds, MemorySettings, Plan, messages, plan_fixed
+from longspan.model.layers import decoder_layers
+from longspan.plan import Machine, MemoryNeeds, MemorySettings, Plan, messages, plan_fixed
 from longspan.plan.memory import layer_table
-from longspan.plan.memory.layer_table import LayerTable
+from longspan.plan.memory.layer_table import LayerTable, slot_loads
 from longspan.plan.memory.model_numbers import ModelNumbers
 from longspan.plan.messages import count_exchange_slices
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import layer_kinds
 from longspan.testing import backend, run_ranks
+from longspan.train import run_step
 from tests.model.stock import random_model
 from tests.plan.memory.counted import (
     EXPERTS,
     HYBRIDS,
     Counted,
+    SavedBytes,
     config_of,
     count_prepared,
     count_step,
@@ -91,6 +96,60 @@ def test_layers_keep_what_is_planned(world: World, family: str, word: str) -> No
         once = _ONCE + needs.places[0].hidden_row_bytes
     _check_kept(needs, counted, word, once)
     assert abs(_peak(needs, word) / counted.most - 1) <= PEAK
+
+
+@pytest.mark.parametrize(
+    ("family", "word"),
+    [
+        ("minimax-m3", "none"),
+        ("deepseek-v3.2", "selective"),
+        ("glm-5", "full"),
+        *(pytest.param("minimax-m3", word, marks=pytest.mark.whole) for word in ("selective", "full")),
+        *(pytest.param("deepseek-v3.2", word, marks=pytest.mark.whole) for word in ("none", "full")),
+        *(pytest.param("glm-5", word, marks=pytest.mark.whole) for word in ("none", "selective")),
+    ],
+)
+def test_layers_whose_rows_choose_keep_what_is_planned(world: World, family: str, word: str) -> None:
+    """Keys by latents, one choice for two layers, and blocks for each key/value head; 256 rows choose among them.
+    Angles of rotation are made once."""
+    needs, counted = _compare(world, family, word)
+    once = 2 * _ONCE + (2 * _ONCE + needs.places[0].hidden_row_bytes) * (word == "none")
+    _check_kept(needs, counted, word, once)
+    assert abs(_peak(needs, word) / counted.most - 1) <= PEAK
+    if word == "none":  # where no document is so long that rows choose, no choice is kept
+        few = MemoryNeeds.of(config_of(family).to_dict(), world.home, plan_fixed([16] * 16, world.home, 1), SETTINGS)
+        assert _kept(few, word, 2) < _kept(needs, word, 2)
+
+
+@pytest.mark.parametrize("family", ["minimax-m3", "deepseek-v3.2", "glm-5"])
+def test_parameters_of_layers_whose_rows_choose_are_counted_to_the_number(world: World, family: str) -> None:
+    """Indexers and norms of heads among them; the optimizer has states for all."""
+    config = config_of(family)
+    numbers = ModelNumbers.from_configuration(config.to_dict(), world.home, SETTINGS)
+    layers = decoder_layers(random_model(config, torch.float32)).values()
+    assert [layer.whole for layer in numbers.layers] == [sum(x.numel() for x in m.parameters()) for m in layers]
+    assert [layer.trained for layer in numbers.layers] == [layer.whole for layer in numbers.layers]
+
+
+@pytest.mark.parametrize("family", ["minimax-m3", "deepseek-v3.2", "glm-5-next", "qwen4-exp", "deepseek-v4"])
+@pytest.mark.parametrize("rows", [ROWS, pytest.param(16, marks=pytest.mark.whole)])
+def test_attention_of_every_kind_saves_what_is_planned(world: World, family: str, rows: int) -> None:
+    """Keys, pools by means and by gates, blocks, and entries of both kinds, by what autograd saves in the modules that
+    attend, but for angles of rotation, which are made once for all layers, and indices of rows."""
+    config, plan = config_of(family), plan_fixed([rows], world.home, cp=1)
+    prepared, documents = prepared_model(config, plan, world, None, 0, {"activation_checkpointing": "none"})
+    run_step(prepared, plan, documents, world)
+    prepared.zero_grad(set_to_none=True)
+    read = ConfigReader.read_language_model(config)
+    layers = [*zip(decoder_layers(prepared).values(), layer_kinds(read), strict=True)]
+    attending = [(layer.self_attn, kind) for layer, kind in layers if kind.attention]
+    counted = SavedBytes(prepared, [module for module, _ in attending])
+    saved = counted.count(lambda: run_step(prepared, plan, documents, world))
+    (load,) = slot_loads([plan], read, SETTINGS, Machine())
+    table = LayerTable(read, SETTINGS, load)
+    for (_, kind), found in zip(attending, saved, strict=True):
+        planned = table.attention_part(kind).saved
+        assert 0 <= found - planned <= CLOSE * found + 3 * _ONCE * rows, kind
 
 
 @pytest.mark.parametrize(

@@ -166,10 +166,7 @@ LATENT = QWEN3_8B | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head
         ({"model_type": "zamba2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 10}, "shared blocks"),
         (QWEN3_8B | {"kv_lora_rank": 512}, "latent attention"),
         ({"model_type": "hrm_text", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 10}, "stacks of layers"),
-        (
-            LATENT | {"layer_types": ["indexed_attention"] * 36},
-            "keys that rows choose, whose memory no configuration tells",
-        ),
+        (LATENT | {"model_type": "dots3_note_text"}, "widths of their own"),
         ({"hidden_size": 64, "num_hidden_layers": 2}, "has no vocab_size"),
     ],
 )
@@ -374,7 +371,7 @@ def test_what_a_cost_leaves_out() -> None:
 
 
 def test_weights_on_the_host_take_gradients_and_states_along() -> None:
-    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288 + 2 * 4096
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
     there, here = planned(offload_weights=True), planned(offload_optimizer_states=True)
     assert there.device.weights == there.device.gradients == 0 and there.device.states == 512 << 20
     assert there.host.weights == there.host.gradients == here.device.weights == pytest.approx(8.19e9, rel=1e-3)

@@ -137,9 +137,9 @@ def test_chosen_keys_cost_tokens_the_same_and_their_choice_all_pairs() -> None:
     shape, price = ModelShape.of(SMALL | CHOOSING), flops_cost(SMALL | CHOOSING, tflops=1e-12)
     ((choice, layers, indexers),) = shape.choosing
     assert (layers, indexers, choice.row_pairs, choice.heads * choice.size) == (2, 1, 16, 3 * 7)  # one chooses for both
-    assert (choice.width, shape.key_width, shape.kv_heads) == (2 * 8, 8, 1)  # latents of 6 + 4 and 6 numbers
+    assert (choice.width, shape.key_width, shape.kv_heads) == (2 * 8, 5, 1)  # latents of 6 + 4 and 6 numbers
     assert price.attention_seconds == 3 * 21 and price.choice_share == 1
-    assert price.ring_bytes == (2 * 3 * 2 * 8 + 7) * 2
+    assert price.ring_bytes == (2 * 3 * 2 * 5 + 7) * 2
     linear = 6 * shape.weights + 2 * shape.index_weights
     assert price.linear_seconds == linear + 3 * 2 * 14 * 16 * 16
     chosen, pairs = 16 * 17 // 2 + 14 * 16, 30 * 31 // 2

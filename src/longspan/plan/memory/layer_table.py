@@ -16,8 +16,10 @@ from longspan.plan.messages import count_exchange_slices, count_head_groups, hea
 from longspan.plan.micro_batch import MicroBatch, most_common_type
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.key_choices import CHOOSING, ENTRIES, KeyChoice, read_key_choice
 from longspan.plan.shape.layers import (
     CHUNK,
+    LatentWidths,
     LayerKind,
     MixerShape,
     attention_weights,
@@ -27,6 +29,7 @@ from longspan.plan.shape.layers import (
     has_latent_attention,
     key_value_heads,
     latent_widths,
+    layer_types,
     read_mixer_shape,
 )
 
@@ -36,6 +39,10 @@ INDEX = 8
 # Float32 tensors of values that torch's operations hold in a scan, without a delta rule and with one (counted on a CPU,
 # and of peaks in bench/records/measured.json).
 TORCH_SCANS = {False: 18, True: 26}
+# Scores of an indexer, and of attention in plain tensor operations, are held for as many rows as fit so many bytes.
+SCORE_BYTES = 256 << 20
+# So many rows of an indexer's queries are made at a time.
+INDEXED_ROWS = 4096
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +52,8 @@ class SlotLoad:
     `exchanged_rows` of them are in groups that exchange heads, of which the longest has so many `members` (1: none). A
     ring's blocks have at most `ring_rows`; `gathered_rows` are all rows of a group whose keys and values are gathered.
     `runs` counts the runs of documents on the slot. A `later` micro-batch is not the first of its step: gradients of
-    earlier ones are there.
+    earlier ones are there. Where rows choose keys or see entries, the largest group has `group_rows`, and the longest
+    document of the micro-batch so many rows.
     """
 
     rows: int
@@ -55,13 +63,16 @@ class SlotLoad:
     gathered_rows: int = 0
     runs: int = 1
     later: bool = False
+    group_rows: int = 0
+    longest: int = 0
 
 
 def slot_loads(
     plans: Sequence[Plan], read: ConfigReader, settings: MemorySettings, machine: Machine, tp: int = 1
 ) -> tuple[SlotLoad, ...]:
     """Return the loads of all slots in all micro-batches of these plans, without loads that another load covers; plans
-    without micro-batches have one load of one row. "auto" is the type that the machine expects to be fastest.
+    without micro-batches have one load of one row. "auto" is the type that the machine expects to be fastest, and
+    all_gather in a model whose rows choose keys.
     """
     heads = read.count("num_attention_heads")
     head_dim = max(1, attention_widths(read).query // heads) if heads else 1
@@ -72,20 +83,27 @@ def slot_loads(
         bytes_per_number=settings.compute_bytes,
     )
 
+    types = {*layer_types(read)}
+    chooses = bool(types & {*CHOOSING})
+    gathers = bool(types & ({*CHOOSING} - {*ENTRIES}))
+
     def load(plan: Plan, batch: MicroBatch, slot: int, *, later: bool) -> SlotLoad:
         """Return the load of a slot in a micro-batch: at least one row, and one run. Zigzag gives a slot two runs of
         each document.
         """
-        rows = exchanged = ring = gathered = runs = longest = 0
+        rows = exchanged = ring = gathered = runs = longest = group_size = 0
         members = 1
         for _, group in batch.groups_of(slot):
             group_rows = group.rows_per_slot
             rows += group_rows
+            group_size = max(group_size, group_rows * group.degree)
             runs += len(group.lengths) * (2 if group.degree > 1 and group.partition == "zigzag" else 1)
             if group.degree == 1 or not heads:
                 continue
             kind = most_common_type(group.cp_comm_type)
             sizes = group.hierarchical_context_parallel_sizes
+            if kind == "auto" and gathers:
+                kind = "all_gather"
             if kind == "auto":
                 price = machine.fastest_type_price(group, call, node_size=plan.node_size)
                 kind = price.cp_comm_type
@@ -101,7 +119,10 @@ def slot_loads(
             elif group.degree > exchanging:  # a block of the ring has the rows of all members that exchange
                 ring = max(ring, group_rows * exchanging)
         whole_rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
-        return SlotLoad(whole_rows, exchanged, members, ring, gathered, max(1, runs), later)
+        one = SlotLoad(whole_rows, exchanged, members, ring, gathered, max(1, runs), later)
+        if not chooses:
+            return one
+        return replace(one, group_rows=max(group_size, whole_rows), longest=max(batch.lengths, default=0))
 
     loads = {
         load(plan, batch, slot, later=index > 0)
@@ -189,7 +210,7 @@ class LayerTable:
             mixing += self.mixer_part(mixer)
         width = feed_forward_weights(self.read, "dense").last // self.hidden_size
         if kind.attention:
-            mixing += self.attention_part()
+            mixing += self.attention_part(kind)
         if kind.double:
             norm = self.norm_part(self.hidden_size)
             feed = (self.mlp_part(width) + norm) + (self.mlp_part(width) + norm) + self.experts_part()
@@ -231,14 +252,21 @@ class LayerTable:
         saves = bool(self.settings.trains_all or adapters)
         return LayerPart(self.bytes_of_rows(width) * saves + self.bytes_of_rows(self.settings.lora_rank * adapters))
 
-    def attention_part(self) -> LayerPart:
+    def attention_part(self, kind: LayerKind) -> LayerPart:
         """Return the part of attention: projections, norms of heads, attention's call, and in some families a gate.
         With more tensor-parallel ranks than key/value heads each rank has a copy of one head. A configuration does not
         name the gate: its width follows from the weights counted beyond the four projections.
         """
         read = self.read
+        choice = read_key_choice(read, kind.attention)
+        if choice and choice.form == "entries":
+            return self._entry_attention_part(kind, choice)
+        made = choice if choice and choice.is_made(self.load.longest) else None
+        chosen = self._choice_part(made, kind) if made else LayerPart()
         if has_latent_attention(read):
-            return self._latent_attention_part()
+            if made and self._gathers_latents(made):
+                return chosen + self._gathered_latents_part()
+            return chosen + self._latent_attention_part()
         tp = self.tp
         widths = attention_widths(read)
         query = widths.query / tp
@@ -259,8 +287,100 @@ class LayerTable:
             projected.saved >= self.bytes_of_rows(query)
             and not gate
             and (self.lean or not self.load.exchanged_rows)
+            and not (made and made.form == "blocks")  # outputs of several calls are joined
         )
-        return part + replace(call, saved=call.saved - self.bytes_of_rows(query) * is_shared)
+        return part + chosen + replace(call, saved=call.saved - self.bytes_of_rows(query) * is_shared)
+
+    def _choice_part(self, choice: KeyChoice, kind: LayerKind) -> LayerPart:
+        """Choices are positions in int32, saved by the layer that chooses, also where it runs again if the next layer
+        takes them, with a checksum of each call and row under "selective". Blocks have a choice and a call for each
+        head of the indexer. While rows choose, index keys or pools of the group are there as they arrive and in order,
+        and scores of some rows: on GPUs summed over heads, in transformers' classes of all heads and twice. Bits mask
+        tiles of rows and keys where keys are not gathered, and torch's operations hold four numbers for each score of
+        attention."""
+        load = self.load
+        number = self.settings.compute_bytes
+        calls = choice.heads if choice.form == "blocks" else 1
+        indices = self.bytes_of_rows(calls * choice.columns, 4)
+        scored = load.longest / choice.scored
+        keys = 2 * load.group_rows * choice.size / choice.scored * number
+        queries = min(load.rows, INDEXED_ROWS) * choice.heads * choice.size * (number + WIDE)
+        scores = WIDE * load.rows * scored * (1 if self.settings.gpu else choice.heads)
+        choosing = keys + queries + min(SCORE_BYTES, scores) * (1 if self.settings.gpu else 2)
+        attending = load.rows * load.longest / 8 * (not self._gathers_latents(choice))
+        if not self.settings.gpu:
+            heads = self.read.count("num_attention_heads") / self.tp / calls
+            attending = min(SCORE_BYTES, 4 * WIDE * heads * load.rows * load.longest)
+        checksums = self.bytes_of_rows(calls, INDEX)
+        work = max(choosing * kind.chooses, attending)
+        return LayerPart(indices * kind.chooses, work, checksums, lasting=indices * kind.hands_on)
+
+    def _gathers_latents(self, choice: KeyChoice) -> bool:
+        """Of layers that choose for this load: whether latents are gathered, which pays for long documents, and which a
+        weight under an adapter does not allow (model/seams/chosen_keys/latents.py)."""
+        if not choice.gathers or self.settings.has_adapter("kv_b_proj"):
+            return False
+        widths = latent_widths(self.read)
+        heads = self.read.count("num_attention_heads")
+        keys = self.read.count("index_topk")
+        shortest = int(2 * keys * (2 * widths.rank + widths.rotary) * heads / (widths.query + widths.value))
+        return self.load.longest >= max(keys + 1, shortest)
+
+    def _gathered_latents_part(self) -> LayerPart:
+        """Queries as projected, and folded to latents; outputs as of latents, and unfolded. Keys are the narrow rows as
+        normed, and their rotated part, or, if they have none, an empty view of the narrow rows as projected."""
+        widths = latent_widths(self.read)
+        heads = self.read.count("num_attention_heads") / self.tp
+        mean = widths.rank + widths.rotary / 2
+        part = self._latent_projections_part(widths)
+        part += LayerPart(self.bytes_of_rows(widths.query / self.tp + widths.rank * (not widths.rotary)))
+        call = self.attention_call_part(heads * mean, (widths.rank + widths.rotary) / 2, heads, 1)
+        # the mean of queries and outputs is counted as either
+        attention = call.attention - self.bytes_of_rows(heads * widths.rotary / 2)
+        return part + self.linears_part(widths.value / self.tp, "o_proj") + replace(call, attention=attention)
+
+    def _latent_projections_part(self, widths: LatentWidths) -> LayerPart:
+        names = ("q_a_proj" if widths.query_rank else "q_proj", "kv_a_proj_with_mqa")
+        part = self.linears_part(self.hidden_size, *names) + self.norm_part(widths.rank)
+        if widths.query_rank:
+            part += self.norm_part(widths.query_rank) + self.linears_part(widths.query_rank, "q_b_proj")
+        return part
+
+    def _entry_attention_part(self, kind: LayerKind, choice: KeyChoice) -> LayerPart:
+        """Queries come from a narrow row, and each head's have a norm without a weight, which torch's operations take
+        in float32 and as projected. Entries are sums over windows of rows, of two windows where they are chosen, by
+        softmaxes in float32 for each channel; that and its cast are saved beside the summed rows. One tensor holds rows
+        and entries. Outputs are rotated back, and projected by groups. In backward the window and the entries each
+        have their gradients of queries; of entries keys and gradients of all members are there."""
+        read = self.read
+        number = self.settings.compute_bytes
+        heads = read.count("num_attention_heads") / self.tp
+        query, size = attention_widths(read)
+        query /= self.tp
+        rank = read.count("q_lora_rank")
+        compiled = self.compiled_parts == "layers"
+        part = self.linears_part(self.hidden_size, "q_a_proj", "kv_proj", "gate_proj")
+        part += self.norm_part(rank) + self.linears_part(rank, "q_b_proj") + self.norm_part(size)
+        wide = 0.0 if compiled else self.bytes_of_rows(query, WIDE) + self.bytes_of_rows(heads)
+        part += LayerPart(self.bytes_of_rows(query) + self.bytes_of_rows(heads, WIDE) + wide, wide)
+        width = (2 if choice.most else 1) * size
+        windows = (
+            self.bytes_of_rows(width, WIDE + number) + self.bytes_of_rows(2 * size) + self.bytes_of_rows(1, INDEX)
+        )
+        # The window before a run's first entry is laid out too.
+        windows *= 1 + choice.stride * self.load.runs / self.load.rows * bool(choice.most)
+        entry_norm = self.norm_part(size / choice.stride, 1 / choice.stride)
+        part += LayerPart(windows, 2 * windows) + entry_norm
+        keys = self.bytes_of_rows(size * (1 + 1 / choice.stride))
+        lse = self.bytes_of_rows(heads, WIDE)
+        out = self.bytes_of_rows(query)
+        entries = self.load.group_rows / choice.stride * size
+        work = 3 * out + self.bytes_of_rows(query, WIDE) + entries * (3 * number + 2 * WIDE)
+        part += LayerPart(2 * out + keys + lse, work, out + lse)
+        if choice.is_made(self.load.longest):
+            part += self._choice_part(choice, kind)
+        output = read.count("o_groups") * read.count("o_lora_rank")
+        return part + self.linears_part(query, "o_a_proj") + self.linears_part(output, "o_b_proj")
 
     def _latent_attention_part(self) -> LayerPart:
         """Narrow rows and their norms are whole on every tensor-parallel rank. Heads' values lie beside the keys from
@@ -268,12 +388,8 @@ class LayerTable:
         widths = latent_widths(self.read)
         heads = self.read.count("num_attention_heads") / self.tp
         mean = attention_widths(self.read).query / self.tp  # of queries, keys, values and output
-        if widths.query_rank:
-            part = self.linears_part(self.hidden_size, "q_a_proj", "kv_a_proj_with_mqa")
-            part += self.norm_part(widths.query_rank) + self.linears_part(widths.query_rank, "q_b_proj")
-        else:
-            part = self.linears_part(self.hidden_size, "q_proj", "kv_a_proj_with_mqa")
-        part += self.norm_part(widths.rank) + self.linears_part(widths.rank, "kv_b_proj")
+        part = self._latent_projections_part(widths) + self.linears_part(widths.rank, "kv_b_proj")
+        part += LayerPart(self.bytes_of_rows((widths.expanded - widths.value) / self.tp))
         projected = self.linears_part(widths.value / self.tp, "o_proj")
         call = self.attention_call_part(mean, mean, heads, heads)
         out = self.bytes_of_rows(widths.value / self.tp)
@@ -334,6 +450,13 @@ class LayerTable:
     def _mlp_has_gate(self) -> bool:
         return self.read.value("mlp_hidden_act") is None
 
+    @property
+    def _clamped_tensors(self) -> int:
+        """What of a clamped gate is saved besides: both halves as clamped, and in another form of the gate a sum."""
+        if not self.read.value("swiglu_limit"):
+            return 0
+        return 3 if self.read.value("swiglu_alpha") else 2
+
     def mlp_part(self, width: float) -> LayerPart:
         """Return the part of an MLP with its input, whose `width` tensor-parallel ranks split. In a compiled backward
         pass each adapter has a gradient of that width of its own, scaled, beside that of its linear
@@ -343,12 +466,12 @@ class LayerTable:
         linears = ("gate_proj", "up_proj") if self._mlp_has_gate else ("up_proj",)
         part = self.linears_part(self.hidden_size, *linears) + self.linears_part(inside, "down_proj")
         # So many saved tensors are as wide as the MLP.
-        tensors = 3 if self._mlp_has_gate else 1
+        tensors = 3 + self._clamped_tensors if self._mlp_has_gate else 1
         gradients = len(linears)
         if self.compiled_parts != "none":
             gradients += sum(map(self.settings.has_adapter, (*linears, "down_proj")))
             if self._mlp_has_gate:
-                tensors -= 1  # the gate's activation is made again
+                tensors = 2  # the gate's activation is made again
         part += LayerPart(tensors * self.bytes_of_rows(inside), gradients * self.bytes_of_rows(inside))
         weights = (len(linears) + 1) * self.hidden_size * inside
         return self._tiled_part(part, self.bytes_of_rows(self.hidden_size), weights)
@@ -391,7 +514,8 @@ class LayerTable:
         copies = self.bytes_of_rows(visits * (latent or self.hidden_size))
         product = self.bytes_of_rows(visits * width)
         # results, what the first product made, and its gate; for trained weights the copies and the product too
-        gates = (4 if own_gate else int(not self.settings.gpu)) * self._mlp_has_gate
+        clamped = self._clamped_tensors
+        gates = (4 if own_gate else 1 + clamped if clamped else int(not self.settings.gpu)) * self._mlp_has_gate
         order = self.bytes_of_rows(2 * visits, INDEX)
         first_adapted = self.settings.adapts_experts("gate_up_proj") or self.settings.adapts_experts("up_proj")
         last_adapted = self.settings.adapts_experts("down_proj")

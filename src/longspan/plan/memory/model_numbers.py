@@ -10,7 +10,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.shape.config_reader import ConfigReader
-from longspan.plan.shape.key_choices import CHOOSING
+from longspan.plan.shape.key_choices import read_key_choice
 from longspan.plan.shape.layers import (
     LayerKind,
     MixerShape,
@@ -18,11 +18,11 @@ from longspan.plan.shape.layers import (
     attention_widths,
     depth_kinds,
     feed_forward_weights,
+    has_grouped_output,
     has_latent_attention,
     latent_widths,
     layer_kinds,
     layer_parts,
-    layer_types,
     mixer_kind,
     read_mixer_shape,
 )
@@ -115,7 +115,6 @@ class ModelNumbers:
         for uncounted, name in (
             (read.family.shared_blocks, "shared blocks"),
             (has_latent_attention(read) and bool(mixer_kind(read)), "latent attention beside state-space layers"),
-            (any(kind in CHOOSING for kind in layer_types(read)), "keys that rows choose"),
         ):
             if uncounted:
                 raise PlanError(f"{read.where} has {name}, whose memory no configuration tells")
@@ -183,6 +182,7 @@ def _count_layer_parameters(
     dense = sum(weights.all - weights.of_experts for weights in parts)
     times = 1 + kind.double
     norms = times * (1 + bool(kind.feeds)) * read.count("hidden_size")
+    norms += _whole_numbers(read, kind)
     if kind.attention and has_latent_attention(read):  # narrow rows are whole on every tensor-parallel rank
         latent = latent_widths(read)
         narrow = latent.query_rank + latent.rank + latent.rotary
@@ -223,6 +223,22 @@ def _count_layer_parameters(
     )
 
 
+def _whole_numbers(read: ConfigReader, kind: LayerKind) -> float:
+    """What every tensor-parallel rank of a layer that attends has whole: norms of heads, and where rows choose keys or
+    see entries indexers, sinks, a bias for each row of a window and channel, and the norms of narrow rows and of
+    entries."""
+    if not kind.attention or (has_latent_attention(read) and not kind.chooses):
+        return 0.0
+    choice = read_key_choice(read, kind.attention)
+    numbers = (choice.linears + choice.vectors) * kind.chooses if choice else 0
+    size = attention_widths(read).query // read.count("num_attention_heads")
+    if choice and choice.form == "entries":
+        width = (2 if choice.most else 1) * size
+        numbers += read.count("q_lora_rank") + 2 * size + read.count("num_attention_heads")
+        return numbers + choice.stride * width
+    return numbers + 2 * size * read.family.head_norms
+
+
 def _adapter_linears(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 ) -> list[tuple[str, float, float]]:
@@ -240,6 +256,14 @@ def _adapter_linears(
             linears.append(("q_proj", hidden, latent.query))
         linears.append(("kv_a_proj_with_mqa", hidden, latent.rank + latent.rotary))
         linears += [("kv_b_proj", latent.rank, latent.expanded), ("o_proj", latent.value, hidden)]
+    elif kind.attention and has_grouped_output(read):  # the linear of groups gets no adapter
+        query, key = attention_widths(read)
+        rank, output = read.count("q_lora_rank"), read.count("o_groups") * read.count("o_lora_rank")
+        linears += [("q_a_proj", hidden, rank), ("q_b_proj", rank, query), ("kv_proj", hidden, key)]
+        linears.append(("o_b_proj", output, hidden))
+        if choice := read_key_choice(read, kind.attention):
+            width = (2 if choice.most else 1) * key
+            linears += [("kv_proj", hidden, width), ("gate_proj", hidden, width)]
     elif kind.attention:
         query, key = attention_widths(read)
         gate = max(0, attention_weights(read).all // hidden - 2 * query - 2 * key)

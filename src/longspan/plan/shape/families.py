@@ -152,6 +152,7 @@ FAMILIES: dict[str, Family] = {
             "lfm3*",
             "mellum*",
             "minimax_m2",
+            "minimax_m3*",
             "olmo2*",
             "olmo3*",
             "olmo_hybrid",

@@ -102,8 +102,8 @@ def _read_keys(read: ConfigReader) -> KeyChoice:
     heads = read.count("index_n_heads")
     size = read.count("index_head_dim")
     pool = read.count("index_kpool") or 1
-    # the mean of the widths of keys and of values
-    latent_width = (2 * read.count("kv_lora_rank") + read.count("qk_rope_head_dim")) // 2
+    rank = read.count("kv_lora_rank")
+    rotary = read.count("qk_rope_head_dim")
     return KeyChoice(
         form="pools" if pool > 1 else "keys",
         most=read.count("index_topk") // pool,
@@ -113,8 +113,9 @@ def _read_keys(read: ConfigReader) -> KeyChoice:
         scored=pool,
         linears=read.count("q_lora_rank") * heads * size + hidden * (size + heads + size * (pool > 1)),
         vectors=2 * size + pool * size * (pool > 1),
-        width=read.count("num_attention_heads") * latent_width,
-        key_width=latent_width,
+        width=read.count("num_attention_heads") * (2 * rank + rotary) // 2,
+        # A latent is a value and most of a key, and travels once.
+        key_width=(rank + rotary) / 2,
         gathers=True,
     )
 

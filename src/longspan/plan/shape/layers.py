@@ -22,8 +22,9 @@ _INSTEAD = {"moe": "mlp", "mlp": "moe"}
 
 class LayerKind(NamedTuple):
     """What a layer has: the kind of its `attention`, or ""; whether a recurrence or convolution `mixes` its rows; what
-    it `feeds`, an MLP ("dense"), "experts" or ""; whether it has an indexer of its own, which `chooses` keys; and
-    whether it is `double`: it attends twice, each time before an MLP, and what it feeds is beside the first of these.
+    it `feeds`, an MLP ("dense"), "experts" or ""; whether it has an indexer of its own, which `chooses` keys, and
+    `hands_on` its choice to the next layer; and whether it is `double`: it attends twice, each time before an MLP, and
+    what it feeds is beside the first of these.
     """
 
     attention: str
@@ -31,6 +32,7 @@ class LayerKind(NamedTuple):
     feeds: str
     chooses: bool = False
     double: bool = False
+    hands_on: bool = False
 
 
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
@@ -45,7 +47,11 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     # A configuration that names no type of model has its window in every layer.
     in_window = not types and not read.model_type and sliding_window(read)
     types += ["sliding_attention" if in_window else ATTENTION[0]] * (count - len(types))
-    return tuple(_layer_kind(read, layer, kind, separate=separate) for layer, kind in enumerate(types[:count]))
+    kinds = [_layer_kind(read, layer, kind, separate=separate) for layer, kind in enumerate(types[:count])]
+    for layer, following in enumerate(kinds[1:]):
+        if kinds[layer].chooses and following.attention in INDEXED and not following.chooses:
+            kinds[layer] = kinds[layer]._replace(hands_on=True)
+    return tuple(kinds)
 
 
 def layer_count_name(read: ConfigReader) -> str:
