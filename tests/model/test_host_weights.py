@@ -107,6 +107,7 @@ HOMES: Mapping[int, Mapping[str, Home]] = {
     },
 }
 DAILY = {2: ("experts, ep 2, dynamic, by chance",)}
+WHOLE = pytest.mark.whole
 
 
 def open_run(home: Home, world: World, *, on_host: bool) -> tuple[Any, Any]:
@@ -353,19 +354,69 @@ def test_the_arena_is_of_exact_size_and_given_back() -> None:
 # ---- beside packed weights, and what is refused
 
 
-def test_packed_weights_stay_and_the_others_wait(world: World) -> None:
-    results = list[Any]()
-    for options in ({}, {"offload_weights": True}):
-        model = prepare_untried(adapted(), world, compute_dtype=torch.bfloat16, frozen="nf4", **options)
-        loss = run_step(model, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world).loss
-        gradients = {n: p.grad._local_tensor for n, p in model.named_parameters() if p.requires_grad}
-        results.append((loss, gradients, dict(weights_by_name(model, world))))
-    waiting = {name for name, p in model.named_parameters() if waits_on_host(p)}
-    assert waiting and not waiting & {*packed_weights(model), *gradients}
-    (loss, *tensors), (other_loss, *other_tensors) = results
-    assert loss == other_loss
-    for some, others in zip(tensors, other_tensors, strict=True):
-        assert all(torch.equal(x, others[name]) for name, x in some.items())
+PACKED: Mapping[int, Mapping[str, tuple[Layout, str, Mapping[str, Any]]]] = {
+    1: {
+        "one rank": (Layout(1), "llama", {}),
+        "bfloat16": (Layout(1), "llama", {"compute_dtype": torch.bfloat16}),
+        "recomputed, segments": (Layout(1), "llama", {**FULL, "segment_layers": 2, "mlp_tile_tokens": 8}),
+    },
+    2: {
+        "cp 2": (Layout(2), "llama", {"compute_dtype": torch.bfloat16}),
+        "experts, ep 2": (Layout(2, ep=2), "adapted experts", {}),
+        "tp 2": (Layout(2, tp=2), "llama", {"sequence_parallel": True}),
+    },
+    4: {"tp 2, cp 2": (Layout(4, tp=2), "llama", FULL), "experts, cp 4": (Layout(4, ep=2), "experts", {})},
+}
+
+
+def _compare_packed(rank: int, names: Sequence[str]) -> dict[str, list[str]]:
+    differ = dict[str, list[str]]()
+    cases = {name: case for cases in PACKED.values() for name, case in cases.items()}
+    for name in names:
+        layout, family, options = cases[name]
+        results = list[Any]()
+        with World(layout, backend=backend(), timeout=60) as world:
+            for place in ({}, {"offload_weights": True}):
+                model = prepare_untried(adapted(family), world, frozen="nf4", **options, **place)
+                optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+                multiple = layout.tp if "sequence_parallel" in options else 1
+                plans = [
+                    plan_fixed(LENGTHS, layout, cp=cp, max_tokens_per_slot=40 // cp, row_multiple=multiple)
+                    for cp in (1, layout.slots)
+                ]
+                losses = [
+                    run_step(model, plan, texts(LENGTHS, step), world, optimizer=optimizer).loss
+                    for step, plan in enumerate(plans)
+                ]
+                losses.append(evaluate(model, texts(LENGTHS), plans[0], world).loss)
+                state = {n: local_tensor(p.detach()).clone() for n, p in model.named_parameters() if p.requires_grad}
+                results.append((losses, state, dict(weights_by_name(model, world))))
+            waiting = {n for n, p in model.named_parameters() if waits_on_host(p)}
+            assert waiting > {*packed_weights(model)} > set(), name
+            assert not waiting & {*state}, name
+            assert {
+                local_tensor(p.detach()).dtype for n, p in model.named_parameters() if n in packed_weights(model)
+            } == {torch.uint8}
+        (losses, *tensors), (other_losses, *other_tensors) = results
+        differ[name] = ["losses"] * (losses != other_losses)
+        for some, others in zip(tensors, other_tensors, strict=True):
+            differ[name] += [key for key, x in some.items() if not torch.equal(x, others[key])]
+    return differ
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (1, ("bfloat16",)),
+        (2, ("experts, ep 2",)),
+        *(
+            pytest.param(ranks, tuple(name for name in cases if name not in ("bfloat16", "experts, ep 2")), marks=WHOLE)
+            for ranks, cases in PACKED.items()
+        ),
+    ],
+)
+def test_packed_weights_on_the_host_have_the_bits_of_those_on_the_device(ranks: int, names: tuple[str, ...]) -> None:
+    assert run_ranks(_compare_packed, ranks, names) == [{name: [] for name in names}] * ranks
 
 
 REFUSED: Sequence[tuple[Layout, dict[str, Any], str]] = [

@@ -25,12 +25,11 @@ from longspan.model.fsdp_params import (
     fsdp_param_groups,
     hook_group,
     hook_parameter,
-    owner_of,
     sum_on_own_stream,
 )
 from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory, range_bytes
 from longspan.model.layers import architecture_name
-from longspan.model.marks import HOST_STORE, find_packed_weight, record_norm_on_device
+from longspan.model.marks import HOST_STORE, record_norm_on_device
 from longspan.plain_text import bytes_text
 
 
@@ -251,7 +250,7 @@ def _host_bytes(parameter: HookedParam) -> tuple[int, ...]:
 
 
 class HostWeightsFeature(Feature):
-    """Weights on the host, with their gradients; of a model with an adapter those that are frozen and not packed."""
+    """Weights on the host, with their gradients; of a model with an adapter those that are frozen, packed or whole."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
@@ -316,8 +315,6 @@ class HostWeightsFeature(Feature):
             self.words["on the host"] += f" and gradients of {bytes_text(gradients)}"
 
     def _belongs_on_host(self, parameter: Any) -> bool:
-        if find_packed_weight(*owner_of(parameter)) is not None:
-            return False
         return not (self._keeps_trained and parameter.sharded_param.requires_grad)
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
