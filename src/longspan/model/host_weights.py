@@ -29,7 +29,7 @@ from longspan.model.fsdp_params import (
 )
 from longspan.model.host_arena import HostArena, HostRange, check_free_host_memory, range_bytes
 from longspan.model.layers import architecture_name
-from longspan.model.marks import HOST_STORE, record_norm_on_device
+from longspan.model.marks import HOST_STORE, packed_weights, record_norm_on_device
 from longspan.plain_text import bytes_text
 
 
@@ -323,6 +323,8 @@ class HostWeightsFeature(Feature):
 
 
 def _room_advice(model: PreTrainedModel, share: float) -> str:
+    if packed_weights(model):
+        return f", room for {share:.0%} of these weights"
     numbers = int(share * sum(parameter.numel() for parameter in model.parameters()))
     halves = ', and model.dtype = "bfloat16" halves their bytes' if model.dtype == torch.float32 else ""
     return f", room for a model of {numbers:,} numbers in {str(model.dtype).removeprefix('torch.')}{halves}"

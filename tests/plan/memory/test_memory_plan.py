@@ -428,7 +428,6 @@ def test_weights_leave_the_device_after_all_that_costs_less() -> None:
         (Layout(2), {"reshard_after_forward": False}, QWEN3_8B, "parallel.reshard_after_forward is false"),
         (Layout(2), {"shard_parameters": False}, QWEN3_8B, "FSDP2 does not shard"),
         (Layout(2), {"encoder_rows": 64}, VISION, "an image encoder"),
-        (Layout(2), {"lora_rank": 8, "frozen": "nf4"}, QWEN3_8B, "model.frozen packs"),
     ],
 )
 def test_weights_that_stay_on_the_device(layout: Layout, settings: Any, config: Any, reason: str) -> None:
@@ -572,6 +571,40 @@ def test_packed_weights_lie_as_bytes_and_are_whole_in_a_gathered_layer() -> None
     assert alone.work >= layer * 0.5625 > planned("none", **one | lora).device.work  # while it is unpacked
     place = needs_of(32, "p2p", lora_rank=16, frozen="nf4", mtp_layers=1).places[0]
     assert [numbers.packed for numbers in place.numbers.layers] == [layer] * 36 + [0]  # a depth is whole
+
+
+def test_packed_weights_wait_on_the_host_as_bytes() -> None:
+    lora: dict[str, Any] = {"parameter_bytes": 2, "lora_rank": 16, "frozen": "nf4", "home": Layout(1)}
+    lora["plan"] = plan_fixed([32768], Layout(1), cp=1)
+    here, there = planned("full", **lora), planned("full", offload_weights=True, **lora)
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288
+    root = 2 * 151936 * 4096
+    assert there.device.packed == 0 and there.host.packed == here.device.packed == 36 * layer * 0.5625
+    assert there.host.weights == here.device.weights - there.device.weights == pytest.approx(root * 2, rel=1e-3)
+    assert there.to_json()["host"]["packed"] == there.host.packed
+    # two buffers of a layer's bytes, besides those of which the layer that runs is made
+    assert there.device.gathered - here.device.gathered == pytest.approx(2 * layer * 0.5625, rel=1e-3)
+    assert there.device.work == here.device.work
+    keys: dict[str, Any] = {"home": Layout(1), "parameter_bytes": 2, "lora_rank": 16, "frozen": "nf4"}
+    needs, streamed = needs_of(32768, **keys), needs_of(32768, offload_weights=True, **keys)
+    shown = streamed.prices.streaming_seconds(streamed.under("full"))
+    assert shown == pytest.approx(root * 2 / 51e9, rel=1e-3)  # layers' copies hide
+    settings = CostSettings(shards=1, trains_all=False, frozen="nf4")
+    costs = [Machine().cost(QWEN3_8B, one.under("full").cost_settings(settings)) for one in (needs, streamed)]
+    assert costs[1].streaming_seconds == pytest.approx(36 * layer * 0.5625 / 51e9, rel=1e-2)
+    assert costs[1].micro_batch_seconds - costs[0].micro_batch_seconds == pytest.approx(shown, rel=1e-2)
+
+
+@pytest.mark.parametrize(("config", "rows", "device", "host"), [(LLAMA_70B, 65536, 24, 70), (QWEN3_32B, 65536, 20, 64)])
+def test_large_models_on_small_cards(config: Any, rows: int, device: int, host: int) -> None:
+    home = Layout(1)
+    plan = plan_fixed([rows], home, cp=1)
+    settings = MemorySettings(parameter_bytes=2, lora_rank=16, frozen="nf4", compiled="auto")
+    budget = MemoryBudget(device=device * GIB, host=host * GIB)
+    memory = choose_memory(config, home, plan, settings, budget)
+    assert memory.offload_weights and memory.host.packed > memory.host.weights > 0 and memory.fits(budget)
+    with pytest.raises(PlanError, match="does not fit"):
+        choose_memory(config, home, plan, settings, budget, fixed=FixedMemory(offload_weights=False))
 
 
 def test_experts_packed_or_not_are_divided_by_ep_where_they_are_gathered() -> None:

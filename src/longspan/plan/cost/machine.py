@@ -301,7 +301,7 @@ class Machine:
         forward = self._add_sharding_seconds(forward, shape, settings, 0.0, packed)
         on_host = settings.streamed_bytes or settings.paged_bytes
         if on_host:
-            forward = self._add_host_seconds(forward, shape, settings)
+            forward = self._add_host_seconds(forward, shape, settings, packed)
         if settings.forward:
             return forward.shared_by(settings.tp)
         cost = cost_with_recomputation(replace(cost, forward=forward), shape, kind, count, frozen=frozen)
@@ -313,10 +313,12 @@ class Machine:
         cost = self._add_row_seconds(cost, shape, settings, passes=passes, products=products, saved=saved)
         cost = self._add_sharding_seconds(cost, shape, settings, share, packed)
         if on_host:
-            cost = self._add_host_seconds(cost, shape, settings)
+            cost = self._add_host_seconds(cost, shape, settings, packed)
         return cost.shared_by(settings.tp)
 
-    def _add_host_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings) -> Cost:
+    def _add_host_seconds(
+        self, cost: Cost, shape: ModelShape, settings: CostSettings, packed: PackedWeights
+    ) -> Cost:
         """Copies of the root, embedding and head, hide behind nothing: they come before the first layer, for a pass
         and for an update that hides behind the pass, and their gradients go after it. Every backward pass but the
         first also waits for gradients that come back."""
@@ -324,7 +326,10 @@ class Machine:
             size / self.paging_bytes_per_second for size in (settings.streamed_bytes, settings.paged_bytes)
         )
         layer_weights = shape.weights - shape.hidden * shape.logits + shape.stored_experts - shape.expert_weights
-        root_share = 1 - layer_weights / max(1, shape.stored_weights)
+        root_bytes = (shape.stored_weights - layer_weights) * settings.bytes_per_number
+        layer_bytes = (layer_weights - packed.numbers - packed.experts) * settings.bytes_per_number
+        layer_bytes += packed.bytes + packed.experts_bytes
+        root_share = root_bytes / max(1, root_bytes + layer_bytes)
         # weights come; gradients go where some are made
         copies = 1 if not settings.trains_all or cost.passes == "forward" else 2
         # A forward pass alone has no update.

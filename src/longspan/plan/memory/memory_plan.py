@@ -78,7 +78,8 @@ class MemoryPlan(Form):
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
         """Return the settings of a cost under this plan, whose recomputed layers all keep what most of them keep."""
-        return replace(settings.with_form(self), streamed_bytes=self.host.weights, paged_bytes=self.paged_bytes)
+        streamed = self.host.weights + self.host.packed
+        return replace(settings.with_form(self), streamed_bytes=streamed, paged_bytes=self.paged_bytes)
 
     @property
     def paged_bytes(self) -> int:
@@ -315,7 +316,8 @@ class MemoryPrices:
         """The mean over the layers of the stage."""
         place = self.place
         root = place.weight_bytes(place.stage.root, on_host=True)
-        return (memory.host.weights - root) / len(place.stage.layers) / self.machine.paging_bytes_per_second
+        copied = memory.host.weights + memory.host.packed - root
+        return copied / len(place.stage.layers) / self.machine.paging_bytes_per_second
 
     def streaming_seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds of a micro-batch, in the mean over a step's, in which nothing runs but copies of weights

@@ -157,7 +157,6 @@ class StageBytes:
             "parallel.reshard_after_forward is false, which keeps weights gathered": not settings.reshard_after_forward,
             "FSDP2 does not shard the weights (shard_parameters)": not settings.shard_parameters,
             "an image encoder has a home of its own": self.numbers.tower_shape is not None,
-            "model.frozen packs the weights, which stay on the device": self.stage.all.packed > 0,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -171,8 +170,12 @@ class StageBytes:
         """Whether the optimizer's states wait on the host, by themselves or with trained weights."""
         return self.settings.states_on_host(trains_all=self.settings.trains_all)
 
+    def packed_bytes(self, numbers: Numbers, *, on_host: bool) -> float:
+        """Return the bytes of this rank's shards of these packed weights on the host, or of those on the device."""
+        return numbers.packed_share_bytes / self.shard_count if self.settings.offload_weights == on_host else 0.0
+
     def weight_bytes(self, numbers: Numbers, *, on_host: bool) -> float:
-        """Return the bytes of this rank's shards of these weights on the host, or of those on the device."""
+        """Return the bytes of this rank's shards of these whole weights on the host, or of those on the device."""
         settings = self.settings
         frozen_bytes = (numbers.share - numbers.packed_share - numbers.trained_share) * settings.parameter_bytes
         trained_bytes = numbers.trained_share * settings.weight_bytes
@@ -203,7 +206,9 @@ class StageBytes:
         two of its gradients, which go there; of later micro-batches a third, in which earlier sums come.
         """
         layers = [self.numbers.layers[i] for i in self.stage.layers]
-        weights = max(self.weight_bytes(layer, on_host=True) for layer in layers)
+        weights = max(
+            self.weight_bytes(layer, on_host=True) + self.packed_bytes(layer, on_host=True) for layer in layers
+        )
         gradients = max(map(self.gradient_bytes, layers)) if self.trained_on_host else 0.0
         return 2 * weights + (2 + (self.micro_batches > 1)) * gradients
 
@@ -217,7 +222,7 @@ class StageBytes:
         groups = (home.slots > 1) * 2 + (home.tp > 1) + (home.pp > 1) + (home.ep > 1) + (home.dp_replicate > 1)
         return Bytes(
             weights=int(self.weight_bytes(numbers, on_host=False)),
-            packed=int(numbers.packed_share_bytes / self.shard_count),
+            packed=int(self.packed_bytes(numbers, on_host=False)),
             states=self.state_bytes_on_device,
             communicators=(CONTEXT_BYTES + COMMUNICATOR_BYTES * (groups + self.groups)) * settings.gpu,
         )
@@ -496,6 +501,7 @@ class StageBytes:
         numbers = self.stage.all
         return Bytes(
             weights=int(self.weight_bytes(numbers, on_host=True)),
+            packed=int(self.packed_bytes(numbers, on_host=True)),
             gradients=int(self.gradient_bytes(numbers)) if self.trained_on_host else 0,
             kept=int(activations * self.in_flight),
             states=self.state_bytes if self.states_on_host else 0,
