@@ -642,9 +642,10 @@ def test_lengths_that_fit_one_gpu_in_four_bits(config: Any, gib: int, least: int
     plan = plan_fixed([least], home, cp=1)
     settings = MemorySettings(parameter_bytes=2, lora_rank=16, frozen="nf4", compiled="auto")
     budget = MemoryBudget(device=int(GPU_SHARE * (gib << 30)), host=128 * GIB)
-    assert choose_memory(config, home, plan, settings, budget).device.packed > 0
+    on_device = FixedMemory(offload_weights=False)
+    assert choose_memory(config, home, plan, settings, budget, fixed=on_device).device.packed > 0
     whole = replace(settings, frozen="whole")
     with pytest.raises(PlanError, match=r'does not fit .*slot\), model.frozen = "nf4", or a higher parallel.tp'):
-        choose_memory(config, home, plan, whole, budget, fixed=FixedMemory(offload_weights=False))
+        choose_memory(config, home, plan, whole, budget, fixed=on_device)
     with pytest.raises(PlanError, match=r"\(context.max_tokens_per_slot\), or a higher parallel.tp"):
         choose_memory(config, home, plan, settings, replace(budget, device=1 << 30))

@@ -90,7 +90,7 @@ def _too_little_memory(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMem
     keys = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
     device = leanest.device.total
     host = leanest.host.total
-    packed = "" if settings.trains_all or leanest.device.packed else ', model.frozen = "nf4"'
+    packed = "" if settings.trains_all or leanest.device.packed + leanest.host.packed else ', model.frozen = "nf4"'
     halved = leanest.offload_weights and host > budget.host and settings.parameter_bytes > 2
     smaller = ', model.dtype = "bfloat16" (half as many bytes on the host)' if halved else ""
     return PlanError(
