@@ -1,5 +1,6 @@
 """The plan of memory beside bytes of real models, counted on a CPU: what layers keep within 2 %, peaks within 10 %."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.attention import all_to_all
 from longspan.comm import World
+from longspan.comm.channel import Channel
 from longspan.layout import Layout
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.exactness.small_copies import shrink_configuration
@@ -22,7 +24,8 @@ from longspan.plan.memory.layer_table import LayerTable, slot_loads
 from longspan.plan.memory.model_numbers import ModelNumbers
 from longspan.plan.messages import count_exchange_slices
 from longspan.plan.shape.config_reader import ConfigReader
-from longspan.plan.shape.layers import layer_kinds
+from longspan.plan.shape.key_choices import read_key_choice
+from longspan.plan.shape.layers import attention_widths, layer_kinds
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.stock import random_model
@@ -150,6 +153,81 @@ def test_attention_of_every_kind_saves_what_is_planned(world: World, family: str
     for (_, kind), found in zip(attending, saved, strict=True):
         planned = table.attention_part(kind).saved
         assert 0 <= found - planned <= CLOSE * found + 3 * _ONCE * rows, kind
+
+
+SENT = (("all_gather", "zigzag"), ("p2p", "zigzag"), ("all_gather", "contiguous"))
+
+
+def _sent_over_ranks(rank: int, family: str) -> dict[str, dict[str, int]]:
+    """Bytes that a rank of two receives of the other in a step, by what they are, of each type and partition."""
+    found = dict[str, dict[str, int]]()
+    with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(2), backend="gloo") as world:
+        plans = [plan_fixed([ROWS], world.home, cp=2, cp_comm_type=kind, partition=part) for kind, part in SENT]
+        model, documents = prepared_model(
+            *(config_of(family), plans[0], world, None, 0), {"activation_checkpointing": "selective"}
+        )
+        received = Counter[str]()
+
+        def count(name: str) -> None:
+            original = getattr(Channel, name)
+
+            def call(channel: Channel, x: torch.Tensor, counts: Any, *arguments: Any) -> Any:
+                rows = arguments[0] if name == "all_to_all_rows" else counts
+                others = sum(rows) - rows[channel.index]
+                received[arguments[-1]] += others * x.shape[1:].numel() * x.element_size()
+                return original(channel, x, counts, *arguments)
+
+            monkeypatch.setattr(Channel, name, call)
+
+        count("all_gather_rows")
+        count("all_to_all_rows")
+        for plan, words in zip(plans, SENT, strict=True):
+            run_step(model, plan, documents, world)
+            received.clear()
+            run_step(model, plan, documents, world)
+            found[" ".join(words)] = dict(received)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "before"),  # rows before a run, of all layers: those of pools, of entries and of the indexer's
+    [
+        ("deepseek-v4", 7 * 2 * 64 + 7 * 4 * 64 + 7 * 4 * 16),
+        *(
+            pytest.param(name, numbers, marks=pytest.mark.whole)
+            for name, numbers in (
+                ("minimax-m3", 0),
+                ("deepseek-v3.2", 0),
+                ("qwen4-exp", 3 * (32 + 2 * 32)),
+                ("glm-5-next", 3 * (2 * 16 + 1)),
+            )
+        ),
+    ],
+)
+def test_what_travels_is_what_is_priced(family: str, before: int) -> None:
+    """Of two ranks with half of the rows each, under selective recomputation: keys and values, or entries, of the other
+    in both passes with gradients in float32, and index keys or pools whenever rows choose. A ring's blocks are not
+    counted here."""
+    read = ConfigReader.read_language_model(config_of(family))
+    rows, choices = ROWS // 2, [(read_key_choice(read, kind.attention), kind) for kind in layer_kinds(read)]
+    made = [(choice, kind) for choice, kind in choices if choice]
+    full = sum(kind.attention == "full_attention" for _, kind in choices)
+    width = sum(2 * choice.key_width for choice, _ in made) + 2 * full * attention_widths(read).key
+    index = sum(choice.size / choice.scored for choice, kind in made if kind.chooses)
+    runs = 1  # of a rank's two the one that begins a document, or goes on from the other run, needs none
+    for found in run_ranks(_sent_over_ranks, 2, family):
+        for words, received in found.items():
+            indices = received.get("index keys", 0)
+            if any(choice.form in ("pools", "entries") for choice, _ in made):
+                indices += received.get("entries", 0)
+            assert indices == 2 * index * 2 * rows, words  # forward, and again where a layer runs again
+            entries = any(choice.form == "entries" for choice, _ in made)
+            if "all_gather" in words or entries:
+                assert received["attention all-gather backward"] == width * 2 * rows, words
+                assert received["attention all-gather backward, gradients"] == width * 4 * rows, words
+            if "zigzag" in words:
+                times = received.get("rows before a run, entries", 0) / max(1, before * 2 * runs)
+                assert times in ((1.0, 2.0) if before else (0.0,)), words
 
 
 @pytest.mark.parametrize(

@@ -546,13 +546,14 @@ def constants_of_shape(
     mask have all pairs, entries of m rows 1 / m of them. An indexer's products are one for each pair of a row and what
     it scores, and 2 FLOPs of a row for each of its weights, forward alone. A ring sends keys and values forward and
     backward, and their gradients, and index keys or pools once; an exchange has queries, outputs, keys and values in
-    both passes.
+    both passes, but in layers with entries, whose heads stay.
     """
     limited_flops = (
         shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
     ) * shape.query_width
     flops = float(shape.full_layers * 7 * shape.query_width)
     choice_flops = 0.0
+    exchanging = shape.layers - sum(layers for choice, layers, _ in shape.choosing if choice.form == "entries")
     for choice, layers, indexers in shape.choosing:
         limited_rows = choice.row_pairs if choice.gathers else choice.window
         limited_flops += _GATHERED * layers * 14 * limited_rows * choice.width
@@ -570,8 +571,8 @@ def constants_of_shape(
         "attention_seconds": (flops + choice_flops) / (attention_tflops * 1e12),
         "choice_share": choice_flops / (flops + choice_flops) if choice_flops else 0.0,
         "ring_bytes": float((shape.layers * 3 * 2 * shape.key_width + shape.index_numbers) * bytes_per_value),
-        "exchange_bytes": float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
-        "ring_step_seconds": shape.layers * 2 * step_latency,
+        "exchange_bytes": float(exchanging * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
+        "ring_step_seconds": (shape.layers * 2 + sum(shape.choice_messages)) * step_latency,
         "states": states,
     }
 
@@ -656,8 +657,10 @@ def _message_latency_of_type(cost: Cost, kind: str, degree: Floats) -> Floats:
     steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
     if cost.network is None:
         return cost.ring_step_seconds * (steps + swaps)
-    messages = steps + 2 * swaps if cost.passes == "forward" else 3 * steps + 4 * swaps
-    return cost.network.layers * cost.network.step_seconds * messages
+    forward = cost.passes == "forward"
+    messages = cost.network.layers * (steps + 2 * swaps if forward else 3 * steps + 4 * swaps)
+    of_choices = cost.network.forward_messages + (0.0 if forward else cost.network.backward_messages)
+    return cost.network.step_seconds * (messages + of_choices * (degree > 1))
 
 
 def _exposed_seconds_on_ideal_links(cost: Cost, rows: PricedRows, around: Floats, computed: Floats) -> Floats:

@@ -85,7 +85,8 @@ class Network:
     `layers` attend, with `heads` query and `kv_heads` key/value heads on a rank. `key_share` is the share of keys and
     values in what is exchanged, `block_share` that of one turn of keys and values in a ring's bytes (the rest are
     gradients). A kernel reaches half its speed on pieces of `half_speed_rows`. `step_seconds` is what a batch of
-    messages takes with the launches around it in one layer, however small it is and well it hides.
+    messages takes with the launches around it in one layer, however small it is and well it hides. Choices of keys, and
+    entries, add `forward_messages` and `backward_messages` of all layers to those of attention.
     """
 
     inside: Link
@@ -97,6 +98,8 @@ class Network:
     block_share: float
     half_speed_rows: float = 0.0
     step_seconds: float = 0.0
+    forward_messages: float = 0.0
+    backward_messages: float = 0.0
 
     @property
     def gradient_share(self) -> float:

@@ -523,6 +523,8 @@ class Machine:
                 block_share=bytes_per_number / turns,
                 half_speed_rows=self.half_speed_rows,
                 step_seconds=self.step_seconds,
+                forward_messages=shape.choice_messages[0],
+                backward_messages=shape.choice_messages[1],
             )
         return Cost(
             **constants,

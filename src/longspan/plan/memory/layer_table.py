@@ -307,7 +307,9 @@ class LayerTable:
         queries = min(load.rows, INDEXED_ROWS) * choice.heads * choice.size * (number + WIDE)
         scores = WIDE * load.rows * scored * (1 if self.settings.gpu else choice.heads)
         choosing = keys + queries + min(SCORE_BYTES, scores) * (1 if self.settings.gpu else 2)
-        attending = load.rows * load.longest / 8 * (not self._gathers_latents(choice))
+        others = load.ring_rows or load.exchanged_rows * load.members or load.gathered_rows or load.rows
+        masked = self.load.rows * min(load.longest, others) / 8
+        attending = 0.0 if choice.form == "entries" or self._gathers_latents(choice) else masked
         if not self.settings.gpu:
             heads = self.read.count("num_attention_heads") / self.tp / calls
             attending = min(SCORE_BYTES, 4 * WIDE * heads * load.rows * load.longest)

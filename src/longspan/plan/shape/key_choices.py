@@ -54,6 +54,18 @@ class KeyChoice:
         """Keys that a row of a long document attends to, all entries left out."""
         return self.window + self.columns
 
+    @property
+    def messages(self) -> tuple[int, int]:
+        """Exchanges of a layer beyond those of one call of attention, in its forward and in its backward pass: of index
+        keys, and for pools of the rows before a run; of each further call for a head's blocks; of entries, of the rows
+        that they are made of and of those in the window, and for an indexer the same of its own.
+        """
+        if self.form == "entries":
+            return (4 if self.heads else 2), 2
+        if self.form == "blocks":
+            return self.heads, self.heads - 1
+        return (2 if self.form == "pools" else 1), 0
+
     def is_made(self, longest: int) -> bool:
         """Return whether rows choose where the longest document of a micro-batch has so many rows."""
         return 0 < self.most < (-(-longest // self.stride) if self.form == "blocks" else longest // self.stride)

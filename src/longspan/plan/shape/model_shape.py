@@ -111,6 +111,12 @@ class ModelShape:
         return self.layers - others
 
     @property
+    def choice_messages(self) -> tuple[int, int]:
+        """Exchanges of choices and entries of all layers, in a forward and in a backward pass."""
+        forward, backward = (sum(row.layers * row.choice.messages[i] for row in self.choosing) for i in range(2))
+        return forward, backward
+
+    @property
     def index_numbers(self) -> float:
         """Numbers of index keys, or of their pools, that a row sends for all layers, forward alone."""
         return sum(row.indexers * row.choice.size / row.choice.scored for row in self.choosing)
