@@ -95,12 +95,12 @@ DAMAGE = [
     (
         "manifest.json",
         lambda path: with_format(path, None),
-        r"it has format None, and this version of longspan reads format 2; use the version that wrote it",
+        r"it has format None, and this version of longspan reads format 2; resume it with the version ",
     ),
     (
         "manifest.json",
         lambda path: with_format(path, 1),
-        r"it has format 1, .*; use the version that wrote it, or a newer one; longspan 0.3 rewrites format 1",
+        r"it has format 1, .*; resume it with the version that wrote it, or export its model there \(longspan export\)",
     ),
 ]
 

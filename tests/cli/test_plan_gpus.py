@@ -121,12 +121,17 @@ def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytes
 
 
 @pytest.mark.usefixtures("one_search")
-def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_says_how_many_bytes_are_missing(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--model", model, *GPUS[:-1], "1", "--same", "1x131072"]
     answer = ask(words, capsys)
     assert answer["fits"] is False and answer["device"]["total"] > 0.92 * (5 << 30) and answer["step_seconds"] is None
-    assert main(["plan", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    files = ["--plot", str(tmp_path / "plan.svg"), "--write", str(tmp_path / "run.toml")]
+    assert main(["plan", *words, *files]) == 2
+    unwritten, line = capsys.readouterr().err.splitlines()
+    assert unwritten == f"nothing fits, and no file is written: {files[1]}, {files[3]}"
+    assert not any(Path(file).exists() for file in files)
     assert "1 document (131,072 tokens)" in line and f"({answer['device']['total']:,} bytes) are needed" in line
     assert "leave" not in line and line.endswith(f"the longest document that fits has {answer['longest']:,} tokens")
     # the number of GPUs that fits, with keys: no half of it does, and the keys are those of its own answer

@@ -269,7 +269,7 @@ def _read_manifest(path: Path) -> dict[str, Digest]:
     if (stored := manifest.get("format")) != FORMAT:
         raise CheckpointError(
             f"checkpoint {path}: it has format {stored!r}, and this version of longspan reads format {FORMAT}; "
-            "use the version that wrote it, or a newer one; longspan 0.3 rewrites format 1"
+            "resume it with the version that wrote it, or export its model there (longspan export), to begin from that"
         )
     files = manifest.get("files")
     if not isinstance(files, dict) or not files:

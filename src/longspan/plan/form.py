@@ -113,7 +113,9 @@ class Form:
             texts.append(", weights on the host")
         if self.mlp_tile_tokens:
             texts.append(f", MLPs in tiles of {self.mlp_tile_tokens:,} rows")
-        layers = min(self.segment_layers, len(self.checkpoint_policies or ()))
+        policies = self.checkpoint_policies or ()
+        # A word is for all layers, however many there are.
+        layers = self.segment_layers if isinstance(policies, str) else min(self.segment_layers, len(policies))
         if layers:
             texts.append(f", segments of {plural(layers, 'layer')}")
         return "".join(texts)

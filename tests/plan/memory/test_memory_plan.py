@@ -27,6 +27,7 @@ from longspan.plan import (
     plan_fixed,
 )
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings
+from longspan.plan.form import Form
 from longspan.plan.memory.layer_table import LayerTable, slot_loads
 from longspan.plan.memory.memory_choice import fit_with_fewest_slow_layers, memory_choices
 from longspan.plan.memory.settings import GPU_SHARE
@@ -151,6 +152,8 @@ def test_printed() -> None:
     assert "of 100.0 GiB used, and 0.0 GiB of host memory" in line
     two_layers = planned("full", config=QWEN3_8B | {"num_hidden_layers": 2}, segment_layers=4)
     assert ", segments of 2 layers; " in two_layers.summary_line()
+    assert Form(checkpoint_policies="full", segment_layers=8).text == ", segments of 8 layers"
+    assert not Form(segment_layers=8).text
     held = Bytes(weights=1, gradients=2, states=3, gathered=4, kept=5, work=6, logits=7, communicators=8)
     assert held.to_json() == {**vars(held), "total": 36} and held.total == 36
     values = json.loads(json.dumps(memory.to_json()))

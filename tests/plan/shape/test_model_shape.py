@@ -22,6 +22,7 @@ from longspan.model.kinds import find_mixers
 from longspan.model.seams.mixers import ROWS_ALONE, set_mixer_ops
 from longspan.plan import Cost
 from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.families import Family, _join_rows
 from longspan.plan.shape.layers import MixerShape, layer_types
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape, has_mixers, model_flops, peak_tflops, read_experts
 from tests.plan.cases import flops_cost
@@ -44,6 +45,11 @@ def test_attention_at_another_rate() -> None:
     assert faster.attention_seconds == plain.attention_seconds / 2
     linear = 6 * ModelShape.of(SMALL).weights / 100e12
     assert faster.linear_seconds == pytest.approx((plain.linear_seconds + linear) / 2) != plain.linear_seconds
+
+
+def test_a_second_row_of_a_family_is_refused() -> None:
+    with pytest.raises(ValueError, match="FAMILIES has two rows of qwen3; make one row of both"):
+        _join_rows({"qwen3": Family(), "llama": Family()}, {"qwen3*": Family(), "qwen3": Family(head_norms=True)})
 
 
 FAMILIES = {  # with the width of their MLPs

@@ -271,6 +271,8 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
         lengths, title = read_step(flags, run)
         facts = run.facts_of_step(lengths)
         answer = _with_nf4(answer_ways(title, run, facts), facts)
+    if answer.seconds is None and (files := [*flags.plot, *filter(None, [flags.write])]):
+        print(f"nothing fits, and no file is written: {', '.join(files)}", file=sys.stderr)
     code = _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
     if answer.seconds is not None:
         plan = _shown_plan(answer.ways[0])

@@ -29,7 +29,9 @@ from longspan.model.vision.image_encoder import ImageEncoder, pack_attention, sp
 from longspan.plan.shape.families import find_family
 
 _SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document
-_TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, whatever the model's type
+# Relative. Trials compute in float64, and exact parts differ by 1e-15; a class may compute in float32 by other ways
+# than the casts that trials replace.
+_TOLERANCE = 1e-5
 # Below this share of the largest gradient a gradient may be rounding alone, as that of a key's bias is.
 _FLOOR = 0.01
 

@@ -1,7 +1,7 @@
 """What a family of models is, beyond its configuration: one row a family, which every room reads.
 
 A row counts for each `model_type` that its name matches ("qwen3*": all that begin so); later rows add to earlier ones.
-First come families that share their one fact; a family may have a row of its own besides.
+First come families that share their one fact; no key has two rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -120,8 +120,9 @@ class Family:
     small: _Small = field(default_factory=dict[str, Any])
 
 
-FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(
+# Families that share one fact.
+_SHARED_ROWS = (
+    dict.fromkeys(
         (
             "arcee",
             "bert-generation",
@@ -136,7 +137,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(mlp_gate=False),
     ),
-    **dict.fromkeys(
+    dict.fromkeys(
         (
             "apertus*",
             "dots1*",
@@ -161,7 +162,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(head_norms=True),
     ),
-    **dict.fromkeys(
+    dict.fromkeys(
         (
             "axk*",
             "bailing_hybrid*",
@@ -184,12 +185,12 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(wide_router=True),
     ),
-    **dict.fromkeys(("gemma2*", "glm4", "glm4v", "glm4v_text"), Family(post_norms=True)),
-    **dict.fromkeys(("afmoe", "beam", "gemma3*", "gemma4*", "kolibri1"), Family(head_norms=True, post_norms=True)),
-    **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), Family(mtp_names="last layers")
-    ),
-    **dict.fromkeys(("mellum", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), Family(mtp_names="qwen")),
+    dict.fromkeys(("gemma2*", "glm4", "glm4v", "glm4v_text"), Family(post_norms=True)),
+    dict.fromkeys(("afmoe", "beam", "gemma3*", "gemma4*", "kolibri1"), Family(head_norms=True, post_norms=True)),
+    dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), Family(mtp_names="last layers")),
+    dict.fromkeys(("mellum", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), Family(mtp_names="qwen")),
+)
+_OWN_ROWS: dict[str, Family] = {
     "apertus": Family(mlp_gate=False, tensor_parallel=_XIELU),
     "apertus1p5_text": Family(tensor_parallel=_XIELU),
     "aria": Family(small={"projector_patch_to_query_dict": {16: 4}}),
@@ -331,6 +332,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def _join_rows(*tables: Mapping[str, Family]) -> dict[str, Family]:
+    """Raise ValueError for a key of two tables, of whose rows a dict would keep the later one alone."""
+    rows = dict[str, Family]()
+    for table in tables:
+        if repeated := rows.keys() & table.keys():
+            raise ValueError(f"FAMILIES has two rows of {', '.join(sorted(repeated))}; make one row of both")
+        rows |= table
+    return rows
+
+
+FAMILIES = _join_rows(*_SHARED_ROWS, _OWN_ROWS)
 _DEFAULTS = Family()
 
 
