@@ -124,6 +124,25 @@ def test_layers_whose_rows_choose_keep_what_is_planned(world: World, family: str
         assert _kept(few, word, 2) < _kept(needs, word, 2)
 
 
+@pytest.mark.parametrize(
+    ("family", "word"),
+    [
+        ("deepseek-v4", "none"),
+        ("qwen4-exp", "full"),
+        *(pytest.param("deepseek-v4", word, marks=pytest.mark.whole) for word in ("selective", "full")),
+        *(pytest.param("qwen4-exp", word, marks=pytest.mark.whole) for word in ("none", "selective")),
+    ],
+)
+def test_layers_of_several_streams_keep_what_is_planned(world: World, family: str, word: str) -> None:
+    """Their inputs are four times as wide. Rows choose pools and entries, whose indices and angles are made once."""
+    needs, counted = _compare(world, family, word)
+    (place,) = needs.places
+    once = 2 * _ONCE + (2 * _ONCE + place.row_bytes_between_layers) * (word == "none")
+    _check_kept(needs, counted, word, once)
+    assert place.row_bytes_between_layers == 4 * place.hidden_row_bytes
+    assert abs(_peak(needs, word) / counted.most - 1) <= PEAK
+
+
 @pytest.mark.parametrize("family", ["minimax-m3", "deepseek-v3.2", "glm-5"])
 def test_parameters_of_layers_whose_rows_choose_are_counted_to_the_number(world: World, family: str) -> None:
     """Indexers and norms of heads among them; the optimizer has states for all."""

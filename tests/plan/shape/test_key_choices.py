@@ -217,7 +217,7 @@ def test_names_of_published_files() -> None:
         ({"layer_types": ["indexed_attention"]}, "no kv_lora_rank, no index_topk, no index_n_heads"),
         ({"model_type": "dots3_note_text"}, "widths of their own"),
         ({"model_type": "mistral_large4_text"}, "keys and values that layers share"),
-        ({"model_type": "deepseek_v4"}, "several streams of each row"),
+        ({"model_type": "qwen4_exp_text", "ple_layer_ids": [1]}, "n-gram embeddings of layers"),
     ],
 )
 def test_what_cannot_be_priced_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -65,6 +65,8 @@ KNOWN: dict[str, DataSheet | None] = {
 WITHOUT_BFLOAT16 = ("T4", "V100", "RTX-2080-Ti")  # GPUs before Ampere
 # Bytes of memory that layers read and write besides their products, of H200s (bench/records/predictions.md):
 LAYER_BYTES = 520  # norms, gates, sums, for each row and number of its width
+# Both connections of a layer of several streams, for each row and number of these, as its operators read and write.
+STREAM_BYTES = 450
 COMPILED_SHARE = 0.73
 # The loss reads and writes these for each row and logit.
 LOGIT_BYTES = 34
@@ -352,9 +354,12 @@ class Machine:
         `saved` FLOPs for each weight of the layers are faster."""
         tp = max(settings.tp, settings.weight_ranks)  # runs set only weight_ranks, to their tp
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
-        pass_seconds = LAYER_BYTES * (COMPILED_SHARE if compiled else 1.0) / self.memory_bytes_per_second
         # Half of a layer's passes are attention's, half an MLP's; those of experts are in the rate of experts.
-        layer_seconds = (shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds * passes
+        layer_bytes = LAYER_BYTES * (shape.layers + shape.dense_layers) / 2
+        if shape.streams > 1:
+            layer_bytes += STREAM_BYTES * shape.streams * shape.decoder_layers
+        layer_bytes *= (COMPILED_SHARE if compiled else 1.0) * shape.hidden
+        layer_seconds = layer_bytes / self.memory_bytes_per_second * passes
         head_weights = shape.hidden * shape.logits
         rate = self.product_flops_per_second
         logit_seconds = settings.target_share * shape.logits * LOGIT_BYTES / self.memory_bytes_per_second

@@ -32,6 +32,7 @@ from longspan.plan.shape.layers import (
     layer_types,
     read_mixer_shape,
 )
+from longspan.plan.shape.streams import Streams, read_streams
 
 WIDE = 4  # bytes of a number of float32
 # These are the bytes of a number of int64.
@@ -194,9 +195,12 @@ class LayerTable:
     @property
     def input_bytes(self) -> float:
         """Bytes of a layer's input, of which a rank has 1 / tp under sequence parallelism."""
-        return self.bytes_of_rows(
-            self.hidden_size // self.tp if self.settings.sequence_parallel else self.hidden_size
-        )
+        width = self.streams.width if self.streams else self.hidden_size
+        return self.bytes_of_rows(width // self.tp if self.settings.sequence_parallel else width)
+
+    @cached_property
+    def streams(self) -> Streams | None:
+        return read_streams(self.read)
 
     def mixing_and_mlp_parts(self, kind: LayerKind) -> tuple[LayerPart, LayerPart]:
         """Return two parts of a layer: attention and mixer, and MLP or experts, each with its norms. A norm's input is
@@ -216,6 +220,11 @@ class LayerTable:
             feed = (self.mlp_part(width) + norm) + (self.mlp_part(width) + norm) + self.experts_part()
             first_norm = self.norm_part(self.hidden_size, saves_input=False)
             return mixing + mixing + first_norm + norm, feed
+        if self.streams:
+            feed = self.experts_part() if kind.feeds == "experts" else self.mlp_part(width)
+            norm = LayerPart() if self.streams.rank else self.norm_part(self.hidden_size)
+            connections = [self.connection_part(self.streams, first=first) for first in (True, False)]
+            return mixing + connections[0] + norm, feed + connections[1] + norm
         if kind.mixes or kind.attention:
             mixing += self.norm_part(self.hidden_size, saves_input=False) + post_norm
         if kind.feeds:
@@ -226,6 +235,40 @@ class LayerTable:
             saves_sum = bool(mixing.saved) and not made_again
             feed += self.norm_part(self.hidden_size, saves_input=saves_sum) + post_norm
         return mixing, feed
+
+    def connection_part(self, streams: Streams, *, first: bool, behind: bool = False) -> LayerPart:
+        """Return the part of a connection of several streams: of the `first` of a layer the streams are the layer's
+        input. The one `behind` the last layer hands no result to streams. Streams are weighed in float32, which graphs
+        make again from the streams.
+        """
+        trained = self.settings.trains_all
+        count = streams.count
+        compiled = self.compiled_parts == "layers" and not behind
+        row = self.bytes_of_rows(streams.width)
+        wide = self.bytes_of_rows(streams.width, WIDE)
+        # its result, and the weights by which streams take it
+        saved = self.bytes_of_rows(self.hidden_size + count) * (not behind)
+        if not compiled:
+            saved += wide * (1 + trained)
+        work = 0.0 if compiled else 3 * wide
+        if streams.rank:
+            down = self.linears_part(streams.width, "input_mix_weight_down")
+            up = self.linears_part(streams.rank, "input_mix_weight_up")
+            saved += down.saved + up.saved + self.bytes_of_rows(streams.rank)
+            saved += self.bytes_of_rows(count, WIDE) + self.bytes_of_rows(count) * (not behind)
+            # What weighs the numbers. The streams themselves torch keeps in float32 alone, a layer's input too, with
+            # those that were weighed, which are the linears' input.
+            saved += row + row * ((not first) if compiled else (not down.saved) - first)
+            return LayerPart(saved, work + 2 * row)
+        matrix = self.bytes_of_rows(count * count, WIDE) * (not behind)
+        saved += row * (not first)
+        # roots and outputs, weights before and behind
+        saved += self.bytes_of_rows(1 + streams.outputs + 3 * count, WIDE) + matrix
+        # the matrix at each division, with what divides it, and in the compute type
+        saved += streams.divisions * (matrix + self.bytes_of_rows(count, WIDE)) * (not behind)
+        saved += self.bytes_of_rows(count * count) * (not behind)
+        saved += streams.products * WIDE * (not compiled) * (self.settings.compute_bytes != WIDE)
+        return LayerPart(saved, work)
 
     @property
     def _norms_by_kernels(self) -> bool:

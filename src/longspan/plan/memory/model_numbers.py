@@ -30,6 +30,7 @@ from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.name_patterns import meets_any
 from longspan.plan.shape.packed import find_packed_form, packed_weights_of_layer
 from longspan.plan.shape.quantization import PackedForm
+from longspan.plan.shape.streams import Streams, read_streams
 
 # Models with images alone need these types.
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class StageLayers:
 class ModelNumbers:
     """The parameters of a model: of every layer, those of depths of multi-token prediction last, and what is around.
     `head` are those of the output projection, and of the embedding, which has as many, and `end` those between the last
-    layer and the head. Each depth has `depth_layers`.
-    Rows are `hidden_size` wide, their queries `query_width`, and their logits `vocabulary`.
+    layer and the head. Each depth has `depth_layers`. Rows are `hidden_size` wide, between layers as many times that as
+    there are `streams`, their queries `query_width`, and their logits `vocabulary`.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -99,6 +100,7 @@ class ModelNumbers:
     end: Numbers
     tied: bool
     hidden_size: int
+    streams: Streams | None
     query_width: int
     vocabulary: int
     tower: Numbers
@@ -141,6 +143,11 @@ class ModelNumbers:
         tied = ConfigReader.read_whole_model(config).ties_embeddings
         first, *others = (_count_layer_parameters(read, kind, mixer, home, settings, None) for kind in of_depth)
         mtp_layers = [first + numbers_on_rank(2 * hidden * hidden), *others] * settings.mtp_layers
+        streams = read_streams(read)
+        # Connections of a low rank are norms too, that behind the last layer as well.
+        end = numbers_on_rank(hidden * (not (streams and streams.rank)))
+        if streams:
+            end += numbers_on_rank(streams.end_products + streams.end_vectors)
         tower = Numbers()
         shape = None
         if settings.encoder_rows:
@@ -156,9 +163,10 @@ class ModelNumbers:
             decoder_layers=len(kinds),
             depth_layers=len(of_depth),
             head=head.freeze(settings.frozen_names, *_ENDS, least=1 if tied else 2),
-            end=numbers_on_rank(hidden),
+            end=end,
             tied=tied,
             hidden_size=hidden,
+            streams=streams,
             query_width=attention_widths(read).query,
             vocabulary=vocabulary,
             tower=tower,
@@ -182,7 +190,9 @@ def _count_layer_parameters(
     dense = sum(weights.all - weights.of_experts for weights in parts)
     times = 1 + kind.double
     norms = times * (1 + bool(kind.feeds)) * read.count("hidden_size")
-    norms += _whole_numbers(read, kind)
+    if streams := read_streams(read):
+        norms = norms * (not streams.rank) + 2 * (streams.products + streams.vectors)
+    norms += _whole_numbers(read, kind) + (mixer.vectors if mixer and kind.mixes else 0)
     if kind.attention and has_latent_attention(read):  # narrow rows are whole on every tensor-parallel rank
         latent = latent_widths(read)
         narrow = latent.query_rank + latent.rank + latent.rotary
@@ -283,6 +293,13 @@ def _adapter_linears(
         width = weights.last // hidden
         gate_and_up = ("gate_proj", "up_proj") if weights.all // weights.last > 2 else ("up_proj",)
         linears += [*((name, hidden, width) for name in gate_and_up), ("down_proj", width, hidden)]
+    if (streams := read_streams(read)) and streams.rank:
+        for _ in range(1 + bool(kind.feeds)):
+            linears += [
+                ("input_mix_weight_down", streams.width, streams.rank),
+                ("input_mix_weight_up", streams.rank, streams.width),
+                ("block_inject_weight", streams.width, streams.count),
+            ]
     return linears * (1 + kind.double)
 
 

@@ -124,6 +124,12 @@ class StageBytes:
         """Bytes of one row as wide as the model, in the compute dtype."""
         return self.numbers.hidden_size * self.settings.compute_bytes
 
+    @property
+    def row_bytes_between_layers(self) -> int:
+        """Bytes of all streams of one row, in the compute dtype."""
+        streams = self.numbers.streams
+        return self.hidden_row_bytes * (streams.count if streams else 1)
+
     @cached_property
     def state_bytes(self) -> int:
         """Bytes of this rank's shard of the optimizer's states, wherever they are."""
@@ -407,7 +413,7 @@ class StageBytes:
         root_ahead = self.weight_bytes(root, on_host=True) * (self.micro_batches > 1)
         root_ahead += self.gradient_bytes(root) * load.later * self.trained_on_host
         gathered = root.whole * number + self.staging_bytes
-        row = load.rows * self.hidden_row_bytes
+        row = load.rows * self.row_bytes_between_layers
         activations = sum(layer.kept for layer in waiting) * self.in_flight + self.image_bytes[0]
         # Gradients of earlier micro-batches: shards, or whole ones to the end of the step.
         all_gradients = self.gradient_bytes(stage.all) * (not self.trained_on_host)
@@ -420,8 +426,9 @@ class StageBytes:
             layer_weights = all_whole * (in_place or not settings.reshard_after_forward)
             layer_weights += arrives * sent_whole[-1] * (not keeps_gradients_unsharded)
             tensors = AT_THE_LOSS + settings.mtp_layers + OF_WIDE_NORM * (not settings.gpu)
+            at_loss = tensors * load.rows * self.hidden_row_bytes + self._end_bytes(load)
             gathered_at_loss = gathered + layer_weights + whole_gradients * load.later
-            yield moment(gradients, gathered_at_loss, activations, tensors * row, self._logit_bytes(load))
+            yield moment(gradients, gathered_at_loss, activations, at_loss, self._logit_bytes(load))
         # 2. The layers, the last first: each runs backward, and then its gradients are summed.
         # Gradients of the head, and of an embedding that depths read, wait from here on.
         heads = (1 + (settings.mtp_layers > 0 and not self.numbers.tied)) * stage.predicts
@@ -474,6 +481,14 @@ class StageBytes:
             _, kept_of_images, work = self.image_bytes
             tower_weights = tower.whole * number * (1 + arrives) + self.summing_bytes(tower)
             yield moment(all_gradients, tower_weights, kept_of_images, work)
+
+    def _end_bytes(self, load: SlotLoad) -> float:
+        """The streams of the last layer, and what the connection behind them keeps."""
+        streams = self.numbers.streams
+        if not streams or not streams.end_products:
+            return 0.0
+        table = LayerTable(self.read, self.settings, load, self.home.tp, self.home.ep)
+        return table.connection_part(streams, first=False, behind=True).saved
 
     def _logit_bytes(self, load: SlotLoad) -> float:
         """First there are the logits of one chunk and their gradient (on a CPU a float32 copy too), and the chunk's

@@ -101,6 +101,7 @@ class Family:
     own_expert_gate: bool = False  # experts with a gate of several steps, routed by scores alone
     wide_router: bool = False  # the router multiplies rows in float32
     experts_interface: bool = True  # experts have transformers' common interface
+    mean_of_streams: bool = False  # the last layer's streams are added, without weights
     double_layers: bool = False  # a layer has two attentions and two MLPs, and experts beside the first of these
     rotary: bool = True  # False: attention of a hybrid without positions
     rotary_key: str = ""  # the attribute that switches them on (True or "rope"); without it they are off
@@ -235,7 +236,7 @@ _OWN_ROWS: dict[str, Family] = {
         "those of a shard do so in every layer"
     ),
     "glm4_moe": Family(mtp_names="last layers", tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
-    "glm5_next*": Family(rotary=False, wide_router=True),
+    "glm5_next*": Family(rotary=False, wide_router=True, mean_of_streams=True),
     "glm5_next_text": Family(small={"index_topk": 8, "index_kpool": 4, "qk_rope_head_dim": 0}),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), Family(mlp_width="n_inner", mlp_gate=False)),
     "gpt_oss": Family(own_expert_gate=True, tensor_parallel=_layer_plan(self_attn=_ATTENTION | {"sinks": HEADS})),

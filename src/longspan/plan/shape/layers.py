@@ -378,8 +378,9 @@ class MixerShape:
     """One state-space layer: what a row costs in it, and what its state weighs.
 
     `weights` multiply each row (projections, and the convolution's `channels` x `width`), those of the `last` product
-    among them. The state is `heads` matrices of `key_size` x `value_size`, none of a short convolution; under a delta
-    rule (`delta`) a run of rows moves it by a matrix a head, else by a number. FLOPs are of a row.
+    among them; those of a delta rule have `vectors` besides. The state is `heads` matrices of `key_size` x
+    `value_size`, none of a short convolution; under a delta rule (`delta`) a run of rows moves it by a matrix a head,
+    else by a number. FLOPs are of a row.
     """
 
     kind: str
@@ -391,6 +392,7 @@ class MixerShape:
     delta: bool = False
     channels: int = 0
     width: int = 1
+    vectors: int = 0
 
     @property
     def state(self) -> int:
@@ -485,6 +487,7 @@ def _read_gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
         delta=True,
         channels=channels,
         width=width,
+        vectors=2 * heads + value_size,
     )
 
 
@@ -508,6 +511,7 @@ def _read_kimi_delta_attention(read: ConfigReader, hidden: int) -> MixerShape:
         delta=True,
         channels=3 * inner,
         width=width,
+        vectors=inner + heads + size,
     )
 
 

@@ -32,6 +32,7 @@ from longspan.plan.shape.layers import (
     read_mixer_shape,
     sliding_window,
 )
+from longspan.plan.shape.streams import read_streams
 
 # Configurations show state-space layers by these.
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")
@@ -72,8 +73,8 @@ class ModelShape:
     state-space layer `mixer`. The model has `decoder_layers` in all (0: as many as attend), `dense_layers` of them with
     an MLP without experts. `expert_weights` of `weights` are of experts. `stored_weights` are all that memory holds,
     `stored_experts` of them of experts. `expert_layers` have experts, to which they send `routed_numbers` for a row:
-    its width for each expert that it visits, in all layers together. Rows are `hidden` wide; a row has `logits` of the
-    model and of all depths together.
+    its width for each expert that it visits, in all layers together. Rows are `hidden` wide, and between layers
+    `streams` times that; a row has `logits` of the model and of all depths together.
     """
 
     layers: int
@@ -99,6 +100,7 @@ class ModelShape:
     expert_layers: int = 0
     routed_numbers: int = 0
     hidden: int = 0
+    streams: int = 1
     logits: int = 0
 
     def __post_init__(self) -> None:
@@ -138,12 +140,17 @@ class ModelShape:
         hidden = read.count("hidden_size")
         window = sliding_window(read)
         chunk = read.count("attention_chunk_size")
+        streams = read_streams(read)
         weights_of_kinds = dict[LayerKind, Weights]()
         for kind in dict.fromkeys(kinds):
             parts = layer_parts(read, kind, mixer)
             every, _, of_experts, unvisited = (sum(numbers) for numbers in zip(*parts, strict=True))
             # The layer's last product is that of its last part: MLP or experts, or else mixer, or else attention.
-            weights_of_kinds[kind] = Weights(every, parts[-1].last, of_experts, unvisited)
+            last = parts[-1].last
+            if streams:  # whose connection is behind it
+                every += 2 * (streams.products + streams.mixed)
+                last = streams.mixed
+            weights_of_kinds[kind] = Weights(every, last, of_experts, unvisited)
         layers = [weights_of_kinds[kind] for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention for _ in range(1 + kind.double)]
         widths = attention_widths(read) if attention else (0, 0)
@@ -158,7 +165,9 @@ class ModelShape:
         # Besides layers there are the output projection, which each depth multiplies by once more, the embedding, which
         # multiplies nothing, and the depths' projections.
         projections = 2 * hidden * hidden * mtp_layers
-        active_outside_layers = hidden * vocabulary * (1 + mtp_layers) + projections
+        end = streams.end_products if streams else 0
+        mixed = 2 * streams.mixed * len(layers) if streams else 0
+        active_outside_layers = hidden * vocabulary * (1 + mtp_layers) + projections + end
         embedding_and_head = (
             hidden * vocabulary * (1 if ConfigReader.read_whole_model(config).ties_embeddings else 2)
         )
@@ -183,11 +192,12 @@ class ModelShape:
             dense_layers=sum(2 if kind.double else kind.feeds == "dense" for kind in kinds),
             expert_weights=sum(layer.of_experts for layer in layers),
             stored_weights=sum(layer.all + layer.unvisited for layer in layers)
-            + (index_weights + embedding_and_head + projections),
+            + (index_weights + embedding_and_head + projections + end - mixed),
             stored_experts=sum(layer.of_experts + layer.unvisited for layer in layers),
             expert_layers=expert_layers,
             routed_numbers=expert_layers * experts_per_token(read) * (read.count("moe_latent_size") or hidden),
             hidden=hidden,
+            streams=streams.count if streams else 1,
             logits=vocabulary * (1 + mtp_layers),
         )
 
@@ -216,8 +226,8 @@ def _check_layers_are_priced(read: ConfigReader, mixer: MixerShape | None) -> No
     priced = {*ATTENTION, "mlp", "moe"}
     if mixer:
         priced |= {*MIXING, "hybrid"}
-    if read.count("hc_mult", "hc_count") > 1 and {*types} & {*CHOOSING}:
-        unpriced.append("several streams of each row")
+    if read.value("ple_layer_ids"):
+        unpriced.append("n-gram embeddings of layers")
     unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - priced)]
     if unpriced:
         advice = "leave --model out: the prices are then a Qwen3-8B's"

@@ -21,6 +21,7 @@ from longspan.plan.shape.layers import (
     read_mixer_shape,
 )
 from longspan.plan.shape.quantization import NF4_FORM, LayerModules, PackedForm, read_quantization
+from longspan.plan.shape.streams import read_streams
 
 # A linear with fewer outputs has one number a head, or is a gate of experts.
 LEAST_ROWS = 64
@@ -44,6 +45,10 @@ _ATTENTION = _modules(
 )
 _MIXER = _modules("linear_attn mamba mixer conv in_proj out_proj", "linear_attn.in_proj", "mixer.out_proj")
 _MLP = _modules("mlp feed_forward gate_proj up_proj down_proj", "mlp.gate_proj", "mlp.down_proj")
+_CONNECTIONS = _modules(
+    "attn_hyper_connection mlp_hyper_connection input_mix_weight_down input_mix_weight_up",
+    *("attn_hyper_connection.input_mix_weight_down", "mlp_hyper_connection.input_mix_weight_up"),
+)
 _EXPERTS = _modules("mlp feed_forward experts", "mlp.experts.0.gate_proj", "mlp.experts.0.down_proj")
 
 
@@ -98,6 +103,10 @@ def packed_weights_of_layer(
         parts += _linear_parts(_MIXER, weights, hidden, tp)
     if kind.feeds == "dense" or kind.double:
         parts += _linear_parts(_MLP, feed_forward_weights(read, "dense"), hidden, tp) * times
+    if (streams := read_streams(read)) and streams.rank:
+        narrow = 2 * streams.width * streams.rank
+        parts += [_Part(_CONNECTIONS, narrow, streams.width)] * (streams.rank >= LEAST_ROWS)
+        parts.append(_Part(_CONNECTIONS, narrow, streams.rank))
     experts = list[_Part]()
     if kind.feeds == "experts":
         weights = feed_forward_weights(read, "experts")
