@@ -3,6 +3,8 @@
 import io
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from longspan.cli.main import main
 from longspan.config.file import load_config
-from longspan.plan import Plan
+from longspan.plan import Machine, Plan
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.resolve.run_cost import find_run_cost
 from tests.plan.items.test_encoder_shape import QWEN3_VL_8B
@@ -95,6 +97,45 @@ def test_table_and_files(lengths: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert "png" not in files or files["png"].stat().st_size > 1000
     drawn = "".join(ElementTree.fromstring(files["svg"].read_text()).itertext())
     assert "a step of 4 documents" in drawn and "nothing to do" in drawn and "predicted seconds" in drawn
+
+
+def write_uncounted_model(folder: Path) -> str:
+    """Blocks that layers of a Zamba 2 share are priced, and their bytes are not counted."""
+    transformers = pytest.importorskip("transformers")
+    transformers.Zamba2Config().save_pretrained(folder)
+    return f"--model {folder}"
+
+
+def write_machine_of_cpus(folder: Path) -> str:
+    file = folder / "machine.json"
+    file.write_text(json.dumps(replace(Machine.cpus(), assumed=False, world=4, node_size=4).to_json()))
+    return f"--machine {file}"
+
+
+NO_BYTES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "of a model": (write_uncounted_model, "has shared blocks, whose memory no configuration tells"),
+    "of a GPU": (write_machine_of_cpus, "was measured on CPUs, and bytes of a GPU are not known; give --gpu-bytes"),
+}
+
+
+@pytest.mark.parametrize("name", NO_BYTES)
+def test_a_step_is_planned_without_bytes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write, reason = NO_BYTES[name]
+    words = ["plan", "--slots", "4", *write(tmp_path).split()]
+    step = ["--same", "4x512"]
+    for more in ([], ["--show"]):
+        assert main([*words, *step, *more]) == 0
+        out, err = capsys.readouterr()
+        assert "micro-batch  groups" in out and reason in out.splitlines()[-1] and not err
+        assert out.splitlines()[-1].startswith("memory: not planned")
+    assert main([*words, *step, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert Plan.from_json(out).tokens == 2048 and reason in err
+    assert main([*words, *step, "--which-eval-degree"]) == 0
+    capsys.readouterr()
+    for question in ([*step, "--compare"], ["--longest"], [*step, "--write", "keys.toml"]):
+        assert main([*words, *question]) == 2
+        assert reason in capsys.readouterr().err
 
 
 OF_SLOTS = "--slots 4 --same 2x5"

@@ -435,7 +435,7 @@ def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], model: s
     run = GpuRun.with_model(config, gpus)
     way = Way(set_usual_mode(config), run.facts([(30000, 20000), (9000,)].__getitem__, 2))
     plans = way.plan_steps([0, 1])
-    memory = way.choose_memory(plans, run.budget)
+    memory = way.choose_memory(plans, run.known_budget())
     slots, tp = run.home.slots, run.home.tp
     machine = gpus.machine
     cost = find_run_cost(config, model, print, gpu=True, machine=machine, slots=slots, memory=memory).shared_by(tp)
@@ -656,6 +656,20 @@ def test_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 # ---- frozen weights in 4 bits
+
+
+def test_weights_of_a_configuration_are_drawn_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where its folder has them in 8 bits, which a run with model.path keeps."""
+    stored = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    devices = dict[str, dict[str, int]]()
+    for name, values in {"whole": MODEL, "stored": MODEL | stored}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(values))
+        for key in ("path", "config"):
+            words = [f"--model.{key}", str(tmp_path / name), "--lora.rank", "4", "--same", "2x2048", *TWO]
+            devices[f"{key} {name}"] = ask(words, capsys)["device"]
+    assert devices["config stored"] == devices["config whole"] == devices["path whole"]
+    assert devices["path stored"]["packed"] > 0 == devices["config stored"]["packed"]
 
 
 @pytest.mark.usefixtures("one_search")

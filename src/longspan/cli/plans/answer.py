@@ -17,7 +17,7 @@ from typing import Any
 from longspan.cli.flags import write_text_file
 from longspan.cli.plans.documents import open_planned_documents
 from longspan.cli.plans.gpu_run import GpuRun, choose_position_scaling, position_notes
-from longspan.cli.plans.gpus import Gpus, choose_gpus, read_gpus
+from longspan.cli.plans.gpus import Gpus, bytes_unknown_text, choose_gpus, read_gpus
 from longspan.cli.plans.planning import read_lengths
 from longspan.cli.plans.question import GpuFlags, Question, find_document_source, preset_line
 from longspan.cli.processes import prints_results
@@ -258,11 +258,11 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
         )
     run = make_run(flags, question, read_gpus(flags, question.config.run.machine), source)
     print_preset(run)
-    if flags.prints_plan and source not in ("data", "longest"):
-        return _print_plan(flags, run)
     if source == "data":
+        run.known_budget()
         answer = _answer_by_data(run, estimate=True)
     elif source == "longest":
+        run.known_budget()
         answer = answer_by_longest(run)
         if _leaves_frozen_open(run) and not answer.longest_nf4:
             nf4 = _find_longest_in_nf4(run, run.facts_of_step((answer.longest,)))
@@ -270,6 +270,10 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     else:
         lengths, title = read_step(flags, run)
         facts = run.facts_of_step(lengths)
+        asks_for_bytes = flags.names_gpus or flags.compare or flags.write
+        if flags.prints_plan or not (asks_for_bytes or _knows_bytes(run, facts)):
+            return _show_plan_alone(flags, run, facts, title)
+        run.known_budget()
         answer = _with_nf4(answer_ways(title, run, facts), facts)
     if answer.seconds is None and (files := [*flags.plot, *filter(None, [flags.write])]):
         print(f"nothing fits, and no file is written: {', '.join(files)}", file=sys.stderr)
@@ -282,17 +286,31 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     return code
 
 
-def _print_plan(flags: GpuFlags, run: GpuRun) -> int:
-    lengths, title = read_step(flags, run)
-    facts = run.facts_of_step(lengths)
-    _, ranking = _resolve_ways(run, facts)
-    best = ranking.best
-    if best.refusal:
-        print(best.refusal, file=sys.stderr)
-    plan = _shown_plan(best)
-    print(plan.to_json())
+def _show_plan_alone(flags: GpuFlags, run: GpuRun, facts: Facts, title: str) -> int:
+    """Neither the bytes of the model nor those of a GPU need be known."""
+    resolved, ranking = _resolve_ways(run, facts, counted=False)
+    notes = [*resolved.reasons.notes, *filter(None, [ranking.best.refusal])]
+    if run.budget is None:
+        name = f"--machine {run.config.run.machine}"
+        notes.append(f"memory: not planned: {bytes_unknown_text(name, run.gpus.machine)}")
+    plan = _shown_plan(ranking.best)
+    print(plan.to_json() if flags.json else f"{title}\n{plan.table()}")
+    print("\n".join(notes), end="\n" * bool(notes), file=sys.stderr if flags.json else sys.stdout)
     draw_plan(plan, flags.plot, title)
     return 0
+
+
+def _knows_bytes(run: GpuRun, facts: Facts) -> bool:
+    try:
+        _count_numbers(run, facts)
+    except PlanError:
+        return False
+    return run.budget is not None
+
+
+def _count_numbers(run: GpuRun, facts: Facts) -> None:
+    """Raises PlanError for a model whose bytes cannot be counted."""
+    ModelNumbers.from_configuration(facts.model, facts.home, Way(run.config, facts).memory_settings)
 
 
 def _shown_plan(fit: Fit) -> Plan:
@@ -494,11 +512,12 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     )
 
 
-def _resolve_ways(run: GpuRun, facts: Facts) -> tuple[Resolved, Ranking]:
+def _resolve_ways(run: GpuRun, facts: Facts, *, counted: bool = True) -> tuple[Resolved, Ranking]:
     """Where nothing fits the configuration is that of the leanest way; where a run has halved the rows that it keeps,
-    its way is the only one. PlanError for a model that cannot be counted."""
+    its way is the only one. PlanError for a model that cannot be counted, if it must be."""
     config = run.config
-    ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
+    if counted:
+        _count_numbers(run, facts)
     try:
         if run.keeps_rows:
             # Rows are kept for a number of slots of a host.
@@ -582,7 +601,7 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
 def _answer_lines(answer: Answer) -> Iterator[str]:
     best = answer.ways[0]
     figures = way_figures(best)
-    budget = answer.run.budget
+    budget = answer.run.known_budget()
     memory = planned_memory(best)
     assert answer.seconds is not None
     yield from (answer.title, f"on {answer.run.gpus.title}", "", memory.summary_line(budget))
@@ -676,7 +695,7 @@ def _ways_table(answer: Answer) -> str:
 
 def _refusal_line(answer: Answer) -> str:
     memory = planned_memory(answer.ways[0])
-    budget = answer.run.budget
+    budget = answer.run.known_budget()
     larger = answer.larger
     line = (
         f"{answer.title} does not fit {answer.run.gpus.count_and_name}: at least {gib_text(memory.device.total)} "

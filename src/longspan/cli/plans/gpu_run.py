@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from longspan.cli.plans.gpus import Gpus
+from longspan.cli.plans.gpus import Gpus, bytes_unknown_text
 from longspan.config.memory_keys import check_gpu_memory_limit
 from longspan.config.sections import RunConfig
-from longspan.errors import PlanError
+from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS, find_published_preset
 from longspan.plan import MemoryBudget
@@ -64,6 +64,9 @@ class GpuRun:
             preset = PRESETS[preset_name]
             # a preset without a vocabulary gets an embedding row for each id of the run's tokenizer
             model = {"model_type": preset.model_type, "vocab_size": config.data.vocab_size, **preset.values}
+        # The run draws whole weights of a configuration, also where its folder has them in 4 or 8 bits.
+        if config.model.config and (read := ConfigReader.read_whole_model(model)).quantization_settings():
+            model = read.values_without_quantization()
         ModelShape.of(model, mtp_layers=config.mtp.num_layers)  # raises for a model without sizes
         # The words are those of a run that has loaded the model.
         experts = read_experts(model)
@@ -78,12 +81,16 @@ class GpuRun:
         return home_of(self.config.parallel, self.gpus.count)
 
     @property
-    def budget(self) -> MemoryBudget:
-        """What a GPU and its share of the host may be filled with."""
-        return MemoryBudget(
-            device=self.config.train.device_memory_limit or int(GPU_SHARE * self.gpus.bytes),
-            host=self.gpus.host_bytes,
-        )
+    def budget(self) -> MemoryBudget | None:
+        """What a GPU and its share of the host may be filled with; None where the bytes of a GPU are not known."""
+        device = self.config.train.device_memory_limit or int(GPU_SHARE * (self.gpus.bytes or 0))
+        return MemoryBudget(device=device, host=self.gpus.host_bytes) if device else None
+
+    def known_budget(self) -> MemoryBudget:
+        """Return the budget. Raises ConfigError where it is not known."""
+        if self.budget is None:
+            raise ConfigError(bytes_unknown_text(f"--machine {self.config.run.machine}", self.gpus.machine))
+        return self.budget
 
     def facts(self, lengths_of_step: Callable[[int], Sequence[int]], steps: int, **more: Any) -> Facts:
         """Return the facts that decide for so many steps, of documents of these lengths; `more` are further fields of

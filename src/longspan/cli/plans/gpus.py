@@ -20,11 +20,13 @@ HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """GPUs of one kind: `count` of them, the bytes of each, and those of its host that are free for each."""
+    """GPUs of one kind: `count` of them, the bytes of each (None: not known), and those of its host that are free for
+    each.
+    """
 
     machine: Machine
     count: int
-    bytes: int
+    bytes: int | None
     host_bytes: int
     name: str
 
@@ -34,7 +36,8 @@ class Gpus:
         speed_source = self.machine.source.removeprefix("the model on ")
         source = "by data sheet" if self.machine.assumed else f"priced as {speed_source}"
         host = f"{gib_text(self.host_bytes)} of host memory for each"
-        return f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {host} ({source})"
+        size = "" if self.bytes is None else f", {gib_text(self.bytes)} each"
+        return f"{self.count} x {self.name}{size}, {host} ({source})"
 
     @property
     def count_and_name(self) -> str:
@@ -46,8 +49,9 @@ class Gpus:
 
 def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
     """Read the GPUs that flags name; `run_machine` is the key run.machine. Where they name none, these are those of
-    run.machine, or H200s. The speed is that of run.machine or of --tflops, else that of --gpu; with only --gpu-bytes
-    that of an H200. Raises ConfigError for a number of bytes or a speed that is impossible, or not known.
+    run.machine, whose bytes need not be known, or H200s. The speed is that of run.machine or of --tflops, else that of
+    --gpu; with only --gpu-bytes that of an H200. Raises ConfigError for a number of bytes or a speed that is
+    impossible, and for a --gpu without bytes.
     """
     check_flags_at_least(flags, gpus=1, gpu_bytes=0, host_bytes=0)
     for name, size in (("gpu-bytes", flags.gpu_bytes), ("host-bytes", flags.host_bytes)):
@@ -60,24 +64,31 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
     named = read_machine(gpu, "--gpu" if flags.names_gpus else "--machine") if gpu else None
     machine = named or Machine()
     size_text = f" of {flags.gpu_bytes:,} bytes" if flags.gpu_bytes else ""
-    size = flags.gpu_bytes or machine.memory_bytes
+    size = flags.gpu_bytes or machine.memory_bytes or None
     speed = machine
     if run_machine:
         speed = read_machine(run_machine, "run.machine")
     elif flags.tflops:
         speed = scale_product_speeds(machine, flags.tflops * 1e12 / machine.product_flops_per_second)
         speed = replace(speed, assumed=False, source=f"the model on GPUs of {flags.tflops:g} TFLOP/s")
-    if not size:
-        raise ConfigError(
-            f"--gpu {gpu} does not say how many bytes a GPU has: longspan bench calibrate wrote it before it "
-            "measured them; give --gpu-bytes, or measure again"
-        )
+    if size is None and flags.names_gpus:
+        raise ConfigError(bytes_unknown_text(f"--gpu {gpu}", machine))
     return Gpus(
         machine=replace(speed, memory_bytes=machine.memory_bytes),
         count=flags.gpus,
         bytes=size,
         host_bytes=flags.host_bytes or HOST_BYTES,
         name=f"{machine.device if named else 'GPU'}{size_text}",
+    )
+
+
+def bytes_unknown_text(name: str, machine: Machine) -> str:
+    """Say that a machine, which a flag names so, has no bytes of a GPU, and what to do."""
+    if machine.device == "cpu":
+        return f"{name} was measured on CPUs, and bytes of a GPU are not known; give --gpu-bytes, or a GPU as --gpu"
+    return (
+        f"{name} does not say how many bytes a GPU has: longspan bench calibrate wrote it before it measured them; "
+        "give --gpu-bytes, or measure again"
     )
 
 

@@ -165,7 +165,7 @@ def _table_lines(title: str, answers: Sequence[GpuAnswer], *, by_length: bool) -
 
 def _row(answer: GpuAnswer, *, by_length: bool, has_hours: bool) -> list[str]:
     gpus = answer.run.gpus
-    row = [gpus.name, f"{gpus.bytes / 2**30:.0f}"]
+    row = [gpus.name, f"{(gpus.bytes or 0) / 2**30:.0f}"]
     if answer.answer is None or answer.answer.seconds is None:
         return [*row, "no", "none", *[""] * (5 + by_length + has_hours)]
     figures = way_figures(answer.answer.ways[0])

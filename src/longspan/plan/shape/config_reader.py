@@ -10,7 +10,7 @@ from longspan.errors import PlanError
 from longspan.files import read_json
 from longspan.plan.shape.class_defaults import class_default, default_section_type, names_in_files, section_type
 from longspan.plan.shape.families import Family, find_family
-from longspan.plan.shape.quantization import find_quantization_settings
+from longspan.plan.shape.quantization import find_quantization_settings, remove_quantization_settings
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -115,6 +115,10 @@ class ConfigReader:
     def quantization_settings(self) -> dict[str, Any]:
         """Return the `quantization_config`, also of one of the configuration's parts; {} without one."""
         return find_quantization_settings(self._config)
+
+    def values_without_quantization(self) -> dict[str, Any]:
+        """Return the values of a file without a `quantization_config`, also of its parts: of weights that are drawn."""
+        return remove_quantization_settings(self._config)
 
     def experts_attribute_and_count(self) -> tuple[str, int]:
         """Return the attribute that counts a layer's experts, and its count; "" and 0 without experts."""

@@ -146,6 +146,13 @@ def find_quantization_settings(config: Any) -> dict[str, Any]:
     return {}
 
 
+def remove_quantization_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration without its `quantization_config`, and without those of its parts."""
+    whole = {name: value for name, value in values.items() if name != _KEY}
+    sections = {name: cast(dict[str, Any], value) for name, value in whole.items() if isinstance(value, dict)}
+    return whole | {name: remove_quantization_settings(section) for name, section in sections.items()}
+
+
 _KEY = "quantization_config"
 _EXPERT_TYPE = "expert_dtype"
 
