@@ -750,8 +750,8 @@ def test_frozen_weights_are_whole_or_in_four_bits_in_one_table(
     layers, width, heads, kv_heads, mlp = 4, 1024, 8 * 128, 4 * 128, 3072
     attention = [(width, heads), (width, kv_heads), (width, kv_heads), (heads, width)]
     linears = [*attention, (width, mlp), (width, mlp), (mlp, width)]
-    # as plans count: without the norms of heads
-    count = (8192 + 1) * width + layers * (sum(rows * columns for rows, columns in linears) + 2 * width)
+    # Each layer has norms of rows, and of the heads of queries and keys.
+    count = (8192 + 1) * width + layers * (sum(rows * columns for rows, columns in linears) + 2 * width + 2 * 128)
     adapters = layers * 4 * sum(rows + columns for rows, columns in linears)
     assert answer["device"]["weights"] == count * 2 + adapters * 4
     assert full["device"]["weights"] == count * 4 and {way["frozen"] for way in full["alternatives"]} == {None}
