@@ -20,14 +20,16 @@ def dense_attention(
     scale: float | None = None,
     factors: Callable[[int, int, int], Tensor] | None = None,
     spans: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    whole_spans: bool = False,
     indices: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Attention inside each document of packed rows; differentiable, in float64, or in another type to see its error.
 
     q (S, N, H), k (S, K, H), v (S, K, Hv), sinks (N,) -> (S, N, Hv). `factors` (of document, rows, heads) gives what
-    dropout multiplies its weights by: (N, rows, rows). Rows of a document's `spans` see the later rows of their span.
-    Of what it may see, a row sees the positions `indices` (S, k), −1 for none; one that sees nothing gets zeros.
+    dropout multiplies its weights by: (N, rows, rows). Rows of a document's `spans` see the later rows of their span,
+    or all of it with `whole_spans`, those before a window too. Of what it may see, a row sees the positions `indices`
+    (S, k), −1 for none; one that sees nothing gets zeros.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     documents = zip(*(x.to(dtype).split(list(lengths)) for x in (q, k, v)), strict=True)
@@ -35,7 +37,7 @@ def dense_attention(
     out = [
         _document(
             *qkv,
-            _hidden(len(qkv[0]), causal, window, chunk, (spans or {}).get(d, ()), chosen[d]).to(q.device),
+            _hidden(len(qkv[0]), causal, window, chunk, (spans or {}).get(d, ()), whole_spans, chosen[d]).to(q.device),
             sinks,
             softcap,
             scale,
@@ -76,6 +78,7 @@ def _hidden(
     window: int | None,
     chunk: int | None,
     spans: Sequence[tuple[int, int]],
+    whole_spans: bool,
     indices: Tensor | None,
 ) -> Tensor:
     """Which keys each row of a document does not see: (rows, rows) bool."""
@@ -84,10 +87,10 @@ def _hidden(
     hidden = torch.zeros_like(ago, dtype=torch.bool)
     if causal or window is not None:
         hidden |= ago < 0
-    for start, stop in spans:
-        hidden[start:stop, start:stop] = False
     if window is not None:
         hidden |= ago >= window
+    for start, stop in spans:
+        hidden[start:stop, start:stop] &= (ago[start:stop, start:stop] >= 0) & (not whole_spans)
     if chunk is not None:
         hidden |= rows[:, None] // chunk != rows // chunk
     if indices is not None:

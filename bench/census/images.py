@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from longspan.doctor.cases import Case
 from longspan.doctor.proof import prove
+from longspan.doctor.which_model import default_configuration
 from longspan.model.exactness.small_copies import shrink_configuration
 
 WAYS = {"tp 2": Case(tp=2, encoder=1), "pp 2": Case(pp=2, encoder=1), "encoder tp 2": Case(cp=2, encoder=2)}
@@ -34,7 +35,7 @@ def image_row_of(name: str) -> Row:
     made = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name])
     row: Row = {"class": made, "status": "not built", "message": "", "ways": {}}
     try:
-        small = shrink_configuration(CONFIG_MAPPING[name](), images=True)
+        small = shrink_configuration(default_configuration(CONFIG_MAPPING[name]), images=True)
     except Exception as error:  # of a configuration class, and of the stock model
         row["message"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return row | {"seconds": round(time.perf_counter() - began, 1)}

@@ -115,6 +115,7 @@ class Question:
     dropout: float = 0.0
     indices: int = 0  # so many positions that each row has chosen, 0: none
     spans: int = 0  # rows of runs that see each other, one row between two of them; 0: none
+    span_mask: str = "later"
     seed: int = 0
 
     def spans_of(self, lengths: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
@@ -157,6 +158,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "narrow window": {"window": 2, "scale": -0.4},
     "window wider than a share": {"window": 19, "softcap": 1.5},
     "window, sinks, spans": {"window": 5, "sinks": True, "spans": 7},
+    "window, whole spans": {"window": 5, "spans": 9, "span_mask": "whole"},
     "chunk": {"chunk": 8},
     "chunk, window, sinks": {"chunk": 24, "window": 5, "sinks": True},
     "sinks, no scale": {"sinks": True, "scale": 0.0},
@@ -253,7 +255,8 @@ def wanted(question: Question, slots: int, lengths: tuple[int, ...]) -> list[Ten
         lengths,
         sinks=leaves[3] if question.sinks else None,
         factors=dropout_factors(question) if question.dropout else None,
-        spans=question.spans_of(lengths) if question.spans else None,
+        spans=question.spans_of(lengths) if question.spans and question.span_mask != "none" else None,
+        whole_spans=question.span_mask == "whole",
         indices=chosen_positions(question, lengths),
         **question.options,
     )
@@ -294,6 +297,7 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
         "cp_comm_type": way.kind,
         "latents": question.heads.startswith("latents"),
         "kernel": way.kernel,
+        "spans": question.span_mask,
     }
     options |= {"dropout": question.dropout, "dropout_seed": question.seed, "layer": question.seed % 2}
 

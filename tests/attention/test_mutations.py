@@ -21,6 +21,8 @@ CASES = cases_of(
         Question("ragged", "mha", window=30, softcap=2.0),
         Question("many documents", "gqa", window=19),
         Question("many documents", "gqa", window=3, spans=8),
+        Question("many documents", "gqa", window=3, spans=8, span_mask="whole"),
+        Question("many documents", "gqa", window=3, spans=8, span_mask="none"),
         Question("ragged", "mla", indices=7, sinks=True),
         Question("ragged", "latents", indices=7, sinks=True),
         Question("fewer rows than members", "GQA, 48/8"),  # members with two key/value heads, each of several slices
@@ -88,11 +90,14 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
     "members": {  # padding; spans: on local rows alone, without those of a narrow window, in full attention
         "stop, np.asarray(group.lengths)[segments": "stop, np.asarray(group.laid_out)[segments",
         "lambda: segments.positions": "lambda: 0 * segments.positions",
-        "+ span_tiles(queries, keys, self.spans)": "",
-        "span_tiles(queries, keys, self.spans)": "(span_tiles(queries, keys, self.spans)"
+        "tilings += span_tiles(queries, keys, self.spans, before)": "pass",
+        "span_tiles(queries, keys, self.spans, before)": "(span_tiles(queries, keys, self.spans, before)"
         " if [*queries.start] == [*keys.start] else ())",
+        "self.spans, before)": "self.spans)",
+        "self.spans.run_starts(runs)": "start",
         "self.spans.run_ends(runs)": "runs.stop",
-        "spans if mask.causal else NO_SPANS": "spans",
+        'mask.causal and mask.spans != "none"': 'mask.spans != "none"',
+        ' and mask.spans != "none"': "",
     },
     "masks": {  # edges of masks and of spans
         "left=window - 1 - after_key": "left=window - after_key",
@@ -102,6 +107,8 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "k_stop + window - 1": "k_stop + window - 2",
         "np.array([0, -1])": "np.array([-1, -1])",
         "left = k_stop - 1 - stop": "left = k_stop - stop",
+        "right = stop - before - k_stop": "right = stop - before - k_stop + 1",
+        "keys.start[k_run] + before": "keys.start[k_run] + before - 1",
     },
     "tiles": {"if tile.keys > tile.queries:": "if False:"},
     "kernels.reference": {  # dropout and softcap

@@ -69,13 +69,16 @@ def wanted(q, k, mask):
     return visible
 
 
-def later(runs, q, k):
+def in_spans(runs, q, k, before=None):
+    """Which rows of their spans rows of q see besides: later ones, and those `before` positions or more before them."""
     (q_doc, q_pos), (k_doc, k_pos) = columns(q), columns(k)
     visible = np.zeros((len(q_doc), len(k_doc)), dtype=bool)
     for d, of_document in runs.items():
         for start, stop in of_document:
             rows, keys = ((doc == d) & (pos >= start) & (pos < stop) for doc, pos in ((q_doc, q_pos), (k_doc, k_pos)))
             visible |= rows[:, None] & keys & (k_pos > q_pos[:, None])
+            if before is not None:
+                visible |= rows[:, None] & keys & (k_pos <= q_pos[:, None] - before)
     return visible
 
 
@@ -109,12 +112,13 @@ def shares_of(kind, lengths, degree):
 def check_tiles(lengths, degree, mask, kind="zigzag"):
     segments = shares_of(kind, lengths, degree)
     for q, k in product(segments, [*segments, whole(lengths)]):
-        check_covered(tilings_between(q, k, **mask._asdict()), q, k, wanted(q, k, mask))
+        limits = {"causal": mask.causal, "window": mask.window, "chunk": mask.chunk}
+        check_covered(tilings_between(q, k, **limits), q, k, wanted(q, k, mask))
 
 
 documents_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=4).map(tuple)
 kinds = st.sampled_from(("zigzag", "contiguous"))
-masks = st.builds(Mask, st.just(True), st.none() | st.integers(1, 40), st.none() | st.integers(1, 80))
+masks = st.builds(Mask, st.just(True), *(st.none() | st.integers(1, most) for most in (40, 80)), st.just("later"))
 
 
 @given(lengths=documents_lengths, degree=st.integers(1, 6), mask=masks | st.just(Mask(False)), kind=kinds)
@@ -258,14 +262,14 @@ def spans_of_documents(draw):
     return lengths, runs
 
 
-@given(documents=spans_of_documents(), degree=st.integers(1, 5), kind=kinds)
-@settings(max_examples=20, deadline=None)
-def test_tiles_cover_later_rows_of_spans_once(documents, degree, kind):
+@given(documents=spans_of_documents(), degree=st.integers(1, 5), kind=kinds, before=st.none() | st.integers(1, 12))
+@settings(max_examples=30, deadline=None)
+def test_tiles_cover_rows_of_spans_once(documents, degree, kind, before):
     lengths, runs = documents
     spans = Spans.from_documents(runs, range(len(lengths)), lengths)
     segments = shares_of(kind, lengths, degree)
     for q, k in product(segments, [*segments, whole(lengths)]):
-        check_covered(span_tiles(q, k, spans), q, k, later(runs, q, k))
+        check_covered(span_tiles(q, k, spans, before), q, k, in_spans(runs, q, k, before))
 
 
 def check_members(lengths, degree, inner, mask, padding=0, runs=None, partition="zigzag"):
@@ -282,7 +286,8 @@ def check_members(lengths, degree, inner, mask, padding=0, runs=None, partition=
         for owner in every:
             theirs = owner.segments(owner.member)
             rows = window_rows.own_rows if owner is reader else owner.window_rows.rows_to_send[reader.member]
-            needed = (wanted(mine, theirs, mask) | later(runs or {}, mine, theirs)).any(0)
+            before = mask.window if mask.spans == "whole" else None
+            needed = (wanted(mine, theirs, mask) | in_spans(runs or {}, mine, theirs, before)).any(0)
             assert rows.tolist() == np.flatnonzero(needed).tolist()
             assert window_rows.receive_counts[owner.member] == (0 if owner is reader else len(rows))
             document, position = columns(theirs)
@@ -304,12 +309,14 @@ def check_members(lengths, degree, inner, mask, padding=0, runs=None, partition=
     degree=st.integers(2, 5),
     inner=st.sampled_from((1, 2)),
     mask=masks.filter(lambda mask: mask != Mask()),
+    whole_spans=st.booleans(),
     padding=st.integers(0, 5),
     kind=kinds,
 )
 @settings(max_examples=25, deadline=None)
-def test_members_send_the_rows_that_others_see(documents, degree, inner, mask, padding, kind):
+def test_members_send_the_rows_that_others_see(documents, degree, inner, mask, whole_spans, padding, kind):
     lengths, runs = documents
+    mask = mask._replace(spans="whole") if whole_spans and mask.window is not None else mask
     check_members(lengths, degree, inner, mask, padding, runs if mask.chunk is None and not padding else None, kind)
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, cast, get_args, overload
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
@@ -23,7 +23,7 @@ from longspan.attention.all_to_all import a2a_backward, a2a_forward
 from longspan.attention.call import AttendCall, CallPart, Gradients, Saved, cache_of, dtype_name
 from longspan.attention.dropout import Dropout, mix_seed
 from longspan.attention.kernels import choose_kernel
-from longspan.attention.masks import Mask
+from longspan.attention.masks import Mask, SpanMask
 from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.rows import accumulation_dtype, cast_rows, contiguous_heads, deltas, take_rows
@@ -59,6 +59,11 @@ class Arguments(NamedTuple):
     kernel: str | None = None
     latents: bool = False
     with_lse: bool = False
+    spans: SpanMask = "later"
+
+    def sees_spans(self, shard: SequenceShard) -> bool:
+        """Return whether rows see more by the shard's spans than by the mask."""
+        return self.causal and self.spans != "none" and shard.has_spans
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, latents: bool) -> None:
@@ -135,6 +140,8 @@ def check_attention_arguments(arguments: Arguments) -> None:
         if value is None or (isinstance(value, Real) and math.isfinite(value) and (value > 0 or name == "scale")):
             continue
         raise AttentionError(f"{name} is {value!r}; give a finite number{'' if name == 'scale' else ' above 0'}")
+    if arguments.spans not in get_args(SpanMask):
+        raise AttentionError(f"spans is {arguments.spans!r}; use one of {', '.join(get_args(SpanMask))}")
 
 
 def is_positive_integer(value: object) -> bool:
@@ -242,7 +249,7 @@ def check_indices(indices: Tensor | None, q: Tensor, shard: SequenceShard, argum
         raise AttentionError(
             f"indices has {least}; give positions in the row's own document from 0, or -1 for none"
         )
-    if not arguments.causal or shard.has_spans:
+    if not arguments.causal or arguments.sees_spans(shard):
         got = "causal=False" if not arguments.causal else "a shard with spans"
         raise AttentionError(f"indices choose among earlier keys, got {got}; call without indices")
 
@@ -256,7 +263,7 @@ def check_shared_prefixes(arguments: Arguments, shard: SequenceShard, *, indexed
         f"chunk {arguments.chunk}": arguments.chunk is not None,
         "indices": indexed,
         f"dropout {arguments.dropout:g}": arguments.dropout > 0,
-        "a shard with spans": shard.has_spans,
+        "a shard with spans": arguments.sees_spans(shard),
     }
     if features := [name for name, is_present in has_feature.items() if is_present]:
         raise AttentionError(
@@ -292,11 +299,12 @@ def pack_call(
     groups = shard.micro_batch.groups
     scale = q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
-    mask = Mask(arguments.causal, window, chunk).for_lengths(shard.micro_batch.path_lengths)
+    spans = arguments.spans if shard.has_spans else "later"  # without spans calls of all kinds share their masks
+    mask = Mask(arguments.causal, window, chunk, spans).for_lengths(shard.micro_batch.path_lengths)
     if any(group.parents is not None for group in groups):
         check_shared_prefixes(arguments, shard, indexed=indices is not None)
     # no model defines whether a span reaches over a chunk's end
-    if arguments.chunk is not None and shard.has_spans:
+    if arguments.chunk is not None and arguments.sees_spans(shard):
         raise AttentionError(
             f"chunk is {arguments.chunk} and the shard has {sum(map(len, shard.spans or ()))} spans of rows that see "
             "each other; give chunks or spans, not both"
@@ -314,7 +322,7 @@ def pack_call(
         softcap=None if arguments.softcap is None else float(arguments.softcap),
         dropout=Dropout(arguments.dropout, seed=0) if arguments.dropout > 0 else None,
         one_document=mask.chunk is None and all(len(group.documents) == 1 for group in groups),
-        spans=mask.causal and shard.has_spans,
+        spans=arguments.sees_spans(shard),
         indexed=indices is not None,
         latents=arguments.latents,
         with_lse=arguments.with_lse,
@@ -407,6 +415,7 @@ def attend(
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     layer: int | None = None,
     kernel: str | None = None,
+    spans: SpanMask = "later",
     with_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -433,6 +442,7 @@ def attend(  # pyright: ignore[reportInconsistentOverload]
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     layer: int | None = None,
     kernel: str | None = None,
+    spans: SpanMask = "later",
     with_lse: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attend from this rank's rows to all rows of their documents, wherever those are.
@@ -464,6 +474,9 @@ def attend(  # pyright: ignore[reportInconsistentOverload]
     `cp_comm_type` (p2p, all_gather, a2a, a2a+p2p, auto) and `hierarchical_context_parallel_sizes` (a2a, p2p) win over
     the groups' own; of a list with one per layer, `layer` picks.
 
+    `spans`: a row in a span of the shard (`with_spans`) sees the later rows of its span besides; with "whole" all rows
+    of it, those before its window too; with "none" what it sees without spans.
+
     `with_lse` returns (out, lse): the log-sum-exp (T, N) of each row's scores, sinks among them, in float32 (float64
     for float64), −inf for a row that sees nothing. Both have gradients, so that attention to further keys can be joined
     under one softmax; for p2p and all_gather.
@@ -488,6 +501,7 @@ def attend(  # pyright: ignore[reportInconsistentOverload]
         kernel=kernel,
         latents=latents,
         with_lse=with_lse,
+        spans=spans,
     )
     call = _cached_or_packed_call(q, k, v, sinks, shard, arguments, indices)
     if dropout:

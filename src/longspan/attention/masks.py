@@ -5,29 +5,34 @@ is in one tile of one tiling. What a tile and a tiling are is in `tiles.py`.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from longspan.attention.tiles import Tiling
 from longspan.layout.segments import Flags, Integers, Segments, Spans, expand_runs
 
+SpanMask = Literal["none", "later", "whole"]
+
 
 class Mask(NamedTuple):
     """What a query sees of its document: all keys, those up to its own position, or of those the last `window`.
 
-    With `chunk` c it sees those of its own chunk: a query at position p those from p − p mod c on.
+    With `chunk` c it sees those of its own chunk: a query at position p those from p − p mod c on. Under a causal mask
+    it sees of its span, if it has one, the later rows besides, or with "whole" all rows, those before its window too.
     """
 
     causal: bool = True
     window: int | None = None
     chunk: int | None = None
+    spans: SpanMask = "later"
 
     def for_lengths(self, lengths: Sequence[int]) -> "Mask":
         """Drop a window or chunk that hides no key of documents of these lengths."""
         longest = max(lengths, default=0)
         window, chunk = (None if x is None or x >= longest else x for x in (self.window, self.chunk))
-        return Mask(self.causal, window, chunk)
+        spans = "later" if self.spans == "whole" and window is None else self.spans
+        return Mask(self.causal, window, chunk, spans)
 
 
 class TileArrays(NamedTuple):
@@ -285,8 +290,10 @@ def split_left_limits(tiles: TileArrays) -> TileArrays:
     return TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
-def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
+def span_tiles(q: Segments, k: Segments, spans: Spans, before: int | None = None) -> tuple[Tiling, ...]:
     """Return the tilings that cover what rows of `q` see of the later rows of their spans among the rows of `k`.
+
+    With `before` b they see those rows of their spans too that lie b positions or more before them.
 
     Rows of a run have a limit on the left only: the last one sees keys from the next position on, each row before it
     one key more. Whole spans on both sides, however many, are one tiling; a span that is cut between members adds a
@@ -316,7 +323,25 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
         right=np.full_like(left, -1),
     )
     tiles = tiles.select((start < stop) & (k_start < k_stop))
-    return min((make_tilings(arrays) for arrays in (tiles, split_left_limits(tiles))), key=len)
+    later = min((make_tilings(arrays) for arrays in (tiles, split_left_limits(tiles))), key=len)
+    if before is None:
+        return later
+    start = np.maximum(queries.start[q_run], keys.start[k_run] + before)
+    stop = queries.stop[q_run]
+    k_start = keys.start[k_run]
+    k_stop = np.minimum(keys.stop[k_run], stop - before)
+    right = stop - before - k_stop  # the last row, at position stop − 1, sees keys up to position stop − 1 − before
+    hides = right < stop - start - 1
+    tiles = TileArrays(
+        queries.document[q_run],
+        start + queries.offset[q_run] - queries.start[q_run],
+        stop + queries.offset[q_run] - queries.start[q_run],
+        k_start + to_key,
+        k_stop + to_key,
+        left=np.full_like(right, -1),
+        right=np.where(hides, right, -1),
+    )
+    return later + make_tilings(tiles.select((start < stop) & (k_start < k_stop)))
 
 
 def entry_tilings(q: Segments, counts: Integers, stride: int, *, chosen: bool) -> tuple[Tiling, ...]:

@@ -58,7 +58,7 @@ class Members:
         self.mask: Mask = mask
         self.device: torch.device = device
         self.inner: int = inner
-        self.spans: Spans = spans if mask.causal else NO_SPANS
+        self.spans: Spans = spans if mask.causal and mask.spans != "none" else NO_SPANS
         self.degree: int = part.degree // inner
         self.member: int = part.member // inner
         slot_counts = np.asarray(part.counts, dtype=np.int64).reshape(self.degree, inner)
@@ -204,7 +204,10 @@ class Members:
             return RowIdentities(document, segments.positions, positions())
 
         queries = self.real_segments(self.member)
-        tilings = tilings_between(queries, keys, **self.mask._asdict()) + span_tiles(queries, keys, self.spans)
+        causal, window, chunk, spans = self.mask
+        before = window if spans == "whole" else None
+        tilings = tilings_between(queries, keys, causal=causal, window=window, chunk=chunk)
+        tilings += span_tiles(queries, keys, self.spans, before)
         group = self.part.group
         if group.parents is not None:
             bases = np.asarray(group.bases, dtype=np.int64)
@@ -251,15 +254,17 @@ class Members:
     def visible_rows(self, reader: int) -> Segments:
         """Return the rows that one member's rows see under a window or chunks and in their spans, in document order.
 
-        A run of rows sees from the first row of its window (or chunk) on to the end of the run, or of the last span in
-        it. Rows that several runs see are returned once.
+        A run of rows sees from the first row of its window (or chunk), or of the first span in it that is seen whole,
+        on to the end of the run, or of the last span in it. Rows that several runs see are returned once.
         """
-        _, window, chunk = self.mask
+        _, window, chunk, spans = self.mask
         assert window is not None or chunk is not None
         runs = self.real_segments(reader)
         start = np.zeros_like(runs.start) if window is None else np.maximum(runs.start - window + 1, 0)
         if chunk is not None:
             start = np.maximum(start, runs.start - runs.start % chunk)
+        if spans == "whole":
+            start = np.minimum(start, self.spans.run_starts(runs))
         same_document = runs.document[1:] == runs.document[:-1]
         stop = self.spans.run_ends(runs)
         # What a run sees begins where that of the run before ends, at the earliest: so no row is in two.

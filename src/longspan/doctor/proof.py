@@ -43,7 +43,9 @@ from longspan.model import EncoderHome, prepare
 from longspan.model.exactness.image_documents import TrialDocument
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.experts.router import make_router_statistics
+from longspan.model.layers import towers_beside_text_model
 from longspan.model.multimodal.multimodal_model import map_stock_names
+from longspan.model.multimodal.prepare_encoder import encoder_blocks
 from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.doctor_hint import DOCTOR
 from longspan.plain_text import text_table
@@ -181,12 +183,6 @@ class CaseRun:
             replace(task.form or Form(), sequence_parallel=first.sequence_parallel)
         )
         encoder: Any = None
-        if first.encoder:
-            encoder = EncoderHome(
-                home=Layout(len(task.home.ranks), tp=first.encoder),
-                recompute=first.recompute != "none",
-                activation_checkpointing=first.recompute,
-            )
         try:
             with self.mode():
                 model: Any = make_tiny_model(config, getattr(torch, first.dtype), images=first.encoder > 0)
@@ -194,6 +190,13 @@ class CaseRun:
                     from longspan.doctor.frozen import add_drawn_adapter
 
                     model = add_drawn_adapter(model)
+                if first.encoder:
+                    has_blocks = any(encoder_blocks(tower) for tower in towers_beside_text_model(model))
+                    encoder = EncoderHome(
+                        home=Layout(len(task.home.ranks), tp=first.encoder),
+                        recompute=first.recompute != "none",
+                        activation_checkpointing=first.recompute if has_blocks else "none",
+                    )
                 self.model = prepare(model, world, encoder=encoder, options=options)
         except CommError:
             raise

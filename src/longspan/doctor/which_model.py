@@ -34,16 +34,16 @@ def find_configuration(name: str) -> PreTrainedConfig:
     if path.exists() or "/" in name:
         config = read_configuration(path)
     elif name in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[name]()
+        config = default_configuration(CONFIG_MAPPING[name])
     else:
         named_class: Any = getattr(transformers, name, None)
         if "." in name:
             named_class = import_object(name, f"--model is {name}")
         if isinstance(named_class, type) and issubclass(named_class, PreTrainedConfig):
-            config = named_class()
+            config = default_configuration(named_class)
         elif isinstance(named_class, type) and getattr(named_class, "config_class", None) is not None:
             architecture = named_class
-            config = named_class.config_class()
+            config = default_configuration(named_class.config_class)
             register_class(config, architecture if "." in name else None)
         else:
             raise ConfigError(
@@ -62,6 +62,14 @@ def find_configuration(name: str) -> PreTrainedConfig:
         if "." in name:
             advice = f"give it a config_class of its own: a subclass of {kind} with another model_type"
         raise ConfigError(f"{name} is not the language model of {kind}, which is {classes[0].__name__}; {advice}")
+    return config
+
+
+def default_configuration(config_class: Any) -> PreTrainedConfig:
+    """Make the default configuration of a class, with a tower where only the default lacks one (Gemma 4)."""
+    config = config_class()
+    if getattr(config, "vision_config", True) is None and "vision_config" in config_class.sub_configs:
+        return config_class(vision_config={})
     return config
 
 

@@ -194,6 +194,15 @@ class Spans:
         end = np.minimum(segments.stop[segment], self.stop[run])
         return Segments(run, begin, end, segments.offset[segment] + begin - segments.start[segment])
 
+    def run_starts(self, segments: Segments) -> Integers:
+        """Where the run that has each segment's first row begins, or the segment's start if none has it: (n,)."""
+        inside = self.find_rows(segments)
+        starts = segments.start.copy()
+        segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1
+        has_first_row = inside.start == segments.start[segment]
+        starts[segment[has_first_row]] = self.start[inside.document[has_first_row]]
+        return starts
+
     def run_ends(self, segments: Segments) -> Integers:
         """Where the run that has each segment's last row ends, or the segment's stop if none has it: (n,)."""
         inside = self.find_rows(segments)  # parts of runs; `inside.document` are indices of runs

@@ -104,7 +104,7 @@ def towers_beside_text_model(model: PreTrainedModel) -> list[nn.Module]:
 
 
 # what a projector, or what is around it up to the tower, is called
-_PROJECTORS = ("projector", "merger", "connector")
+_PROJECTORS = ("projector", "merger", "connector", "embed_vision")
 
 
 def is_in_projector(module: str) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from longspan.doctor.which_model import default_configuration
 from longspan.model.exactness.small_copies import shrink_configuration
 from tests.corpus.images.folders import PARTS, TURNS, saved
 from tests.versions import transformers_before
@@ -60,6 +61,8 @@ _AYA = "<image> <|IMG_PATCH|> <|START_OF_IMG|> <|END_OF_IMG|> TILE TILE_GLOBAL"
 _OVIS = "<image> <IMG_START> <IMG_ATOM> <IMG_GRID> <IMG_COL> <IMG_ROW> <IMG_END>"
 _HYBRID = ("deepseek_vl_hybrid.DeepseekVLHybrid", {"size": TILE, "high_res_size": TILE})
 _DOCLING = ("granite_docling.GraniteDocling", {"size": TILE, "max_patches": 4})
+_GEMMA4 = ("gemma4.Gemma4", {"patch_size": 4, "max_soft_tokens": 70})
+_GEMMA4_TOKENS = {f"{kind}_token": f"<{kind}>" for kind in ("image", "boi", "eoi", "audio", "boa", "eoa")}
 FAMILIES: dict[str, Family] = {
     "mistral3": _family(_PIXTRAL, "Pixtral", "[IMG] [IMG_BREAK] [IMG_END]", patch_size=4, spatial_merge_size=2),
     "llava_next": _family(("llava_next.LlavaNext", _LLAVA_NEXT), "LlavaNext", "<image>", patch_size=4, **_ADDED),
@@ -89,6 +92,13 @@ FAMILIES: dict[str, Family] = {
         ("deepseek_vl.DeepseekVL", {"size": TILE}), "DeepseekVL", "<image>", _IMAGE, num_image_tokens=16
     ),
     "deepseek_vl_hybrid": _family(_HYBRID, "DeepseekVLHybrid", "<image>", _IMAGE, num_image_tokens=16),
+    "gemma4": _family(_GEMMA4, "Gemma4", " ".join(_GEMMA4_TOKENS.values()), _GEMMA4_TOKENS),
+    "gemma4_unified": _family(
+        ("gemma4_unified.Gemma4Unified", _GEMMA4[1]),
+        "Gemma4Unified",
+        " ".join(_GEMMA4_TOKENS.values()),
+        _GEMMA4_TOKENS,
+    ),
     "granite_docling": _family(_DOCLING, "GraniteDocling", _SOFT, image_seq_len=1)._replace(mark="<image>"),
     "lfm2_vl": _family(("lfm2_vl.Lfm2Vl", _LFM2), "Lfm2Vl", "<image> <|image_start|> <|image_end|> <|img_thumbnail|>"),
     "lighton_ocr": _family(_PIXTRAL, "LightOnOcr", "<image> <break> <end>", _LIGHT, patch_size=4, spatial_merge_size=2),
@@ -153,8 +163,11 @@ def image_processor(name: str) -> Any:
 
 
 def family_config(name: str, placeholder: int, vocabulary: int) -> PreTrainedConfig:
-    config: Any = shrink_configuration(CONFIG_MAPPING[name](), images=True)
-    config.get_text_config().vocab_size = vocabulary
+    config: Any = shrink_configuration(default_configuration(CONFIG_MAPPING[name]), images=True)
+    text = config.get_text_config()
+    for key in ("vocab_size", "vocab_size_per_layer_input"):
+        if hasattr(text, key):
+            setattr(text, key, vocabulary)
     for key in ("image_token_id", "image_token_index"):
         if getattr(config, key, None) is not None:
             setattr(config, key, placeholder)

@@ -17,10 +17,9 @@ from longspan.model import prepare
 from longspan.model.exactness import image_trial, trials
 from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.exactness.class_trial import ClassTrial, try_small_model_of_class
-from longspan.model.exactness.image_trial import reasons_against_images
+from longspan.model.exactness.image_trial import try_images
 from longspan.model.multimodal.image_modules import video_tokens
 from longspan.plan import plan_fixed
-from longspan.plan.shape.families import Family
 from longspan.testing import backend
 from longspan.train import run_step
 from tests.model.experts.moe_models import family_model
@@ -186,12 +185,14 @@ def test_draws_of_experts_are_refused_in_training(monkeypatch: pytest.MonkeyPatc
 
 
 def test_images_that_enter_as_rows_and_positions_alone() -> None:
-    assert reasons_against_images(CONFIG_MAPPING["llava_next"]()) == ()  # tiles, unpadded, and rows that end lines
-    assert reasons_against_images(config_of("qwen3-vl")) == ()  # parts for deeper layers, positions of three numbers
+    assert try_images(CONFIG_MAPPING["llava_next"]()).reasons == ()  # tiles, unpadded, and rows that end lines
+    assert try_images(config_of("qwen3-vl")).reasons == ()  # parts for deeper layers, positions of three numbers
     assert video_tokens(config_of("qwen3-vl")).placeholder == 59
 
 
 def test_images_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_trial, "find_family", lambda _: Family())
-    (reason,) = reasons_against_images(config_of("gemma3"))
+    assert try_images(config_of("gemma3")).reasons == ()
+    monkeypatch.setattr(trials, "_results", {})
+    monkeypatch.setattr(image_trial, "_spans_of_layers", lambda *_: {})
+    (reason,) = try_images(config_of("gemma3")).reasons
     assert reason.startswith("it does more with images than put their rows in the places of their placeholders: logits")

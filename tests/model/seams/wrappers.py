@@ -1,5 +1,7 @@
 """Tiny models of several modalities whose text path is a causal language model."""
 
+from typing import Any
+
 import numpy as np
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -17,11 +19,11 @@ def here() -> list[str]:
     return ["gemma3", *gemma4, *(name for name in models.here() if name == "qwen3-vl")]
 
 
-def tiny(name: str) -> PreTrainedModel:
+def tiny(name: str, vision: dict[str, Any] | None = VISION) -> PreTrainedModel:
     if name != "gemma4":
         return models.tiny(name)
     text = GEMMA4 | {"pad_token_id": 0}
-    config = transformers.Gemma4Config(text_config=text, vision_config=VISION, audio_config=None, **TOKENS)
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None, **TOKENS)
     return random_model(config, make=AutoModelForCausalLM.from_config, attn_implementation="eager")
 
 

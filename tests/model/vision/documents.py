@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan import Document
 from longspan.data.item_documents import items_at_placeholders
 from longspan.doctor.stock import compute_in_float64
-from longspan.model.vision.image_inputs import ImageInput
+from longspan.model.vision.image_inputs import POSITIONS, ImageInput
 from longspan.model.vision.image_tokens import ImageTokens, image_tokens
 from longspan.model.vision.videos import Video, VideoTokens
 from longspan.multimodal import MediaDocuments
@@ -99,23 +99,44 @@ def _is_video(image: ImageInput) -> bool:
 def _placeholders(tokens: ImageTokens, image: ImageInput, apart: bool) -> list[int]:
     """The ids of an image, or of a video: where groups of frames stand apart, two tokens of text between them."""
     if not _is_video(image):
-        return [IMAGE] * tokens.rows(image.grid)
+        return [IMAGE] * rows_of(tokens, image)
     groups, height, width = image.grid or (0, 0, 0)
     group = [VIDEO] * tokens.rows((1, height, width))
     return [token for i in range(groups) for token in ([3, 4] * (apart and i > 0) + group)]
 
 
 def _image(tokens: ImageTokens, grid: Grid, draw: np.random.Generator) -> ImageInput:
+    config = of_config(tokens)
+    if "gemma4" in config.model_type:
+        return _placed(grid, draw, merged=hasattr(config.vision_config, "mm_embed_dim"))
     if not tokens.has_grids:
         side: int = tokens.config.vision_config.image_size  # pyright: ignore[reportOptionalMemberAccess]
         return ImageInput(torch.from_numpy(draw.normal(size=(1, 3, side, side))))
     return ImageInput(torch.from_numpy(draw.normal(size=(int(np.prod(grid)), 24))), grid)
 
 
+def _placed(grid: Grid, draw: np.random.Generator, *, merged: bool) -> ImageInput:
+    """Patches of an image with their places, and padding up to 36 patches; with `merged` four are one patch."""
+    merge = 2 if merged else 1
+    height, width = (side // merge for side in grid[1:])
+    y, x = np.divmod(np.arange(height * width), width)
+    places = np.full((1, 36 // merge**2, 2), -1)
+    places[0, : height * width] = np.stack([x, y], axis=1)
+    pixels = draw.normal(size=(1, len(places[0]), 12 * merge**2)) * (places[:, :, :1] >= 0)
+    return ImageInput(torch.from_numpy(pixels), fields={POSITIONS: torch.from_numpy(places)})
+
+
+def rows_of(tokens: ImageTokens, image: ImageInput) -> int:
+    if POSITIONS not in image.fields:
+        return tokens.rows(image.grid)
+    patches = int((image.fields[POSITIONS] >= 0).all(-1).sum())
+    return patches if image.pixels.shape[-1] == 48 else patches // 4
+
+
 def documents_of(tokens: ImageTokens, name: str = "mixed") -> MediaDocuments:
     documents = raw(tokens, name)
     ids = [document.ids for document in documents]
-    rows = [[tokens.rows(image.grid) for image in document.images] for document in documents]
+    rows = [[rows_of(tokens, image) for image in document.images] for document in documents]
     items, inputs = items_at_placeholders(ids, IMAGE, rows), [x for document in documents for x in document.images]
     videos = (
         VideoTokens.from_configuration(of_config(tokens)) if any(document.videos for document in documents) else None
@@ -173,6 +194,9 @@ def _loss(model: PreTrainedModel, document: Raw) -> tuple[Tensor, int]:
     ids, images = torch.from_numpy(document.ids)[None], dict[str, Any]()
     if document.images:
         images["pixel_values"] = torch.cat([image.pixels for image in document.images])
+        if POSITIONS in document.images[0].fields:
+            images[POSITIONS] = torch.cat([image.fields[POSITIONS] for image in document.images])
+            images["mm_token_type_ids"] = (ids == IMAGE).int()
         if document.images[0].grid is not None:
             images["image_grid_thw"] = torch.tensor([image.grid for image in document.images])
             images["mm_token_type_ids"] = (ids == IMAGE).int()

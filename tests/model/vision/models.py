@@ -27,6 +27,21 @@ OLD_TOKENS = {"image_token_index": IMAGE}
 SPANS = TEXT | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
 SPANS |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 GEMMA2 = TEXT | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 40, "query_pre_attn_scalar": 16}
+# Two layers take keys of earlier ones, and each has inputs made of its ids; a window is shorter than images.
+GEMMA4 = TEXT | {"pad_token_id": 0, "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+GEMMA4 |= {"final_logit_softcapping": 3.0, "tie_word_embeddings": True}
+PER_LAYER = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 62}
+OWN_KEYS = {"num_kv_shared_layers": 0}
+PLAIN = OWN_KEYS | {"hidden_size_per_layer_input": 0}
+SEES = {"use_bidirectional_attention": "vision"}
+# Images of 2 x 2 patches a row, as QWEN's.
+PLACED = VIT | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 2, "pooling_kernel_size": 2}
+PLACED |= {"position_embedding_size": 16}
+MERGED = {"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 16}
+SOUNDS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "subsampling_conv_channels": [8, 4]}
+SOUNDS |= {"output_proj_dims": 16}
+GEMMA4_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 58, "tie_word_embeddings": True}
 QWEN2 = {k: v for k, v in QWEN.items() if k not in ("intermediate_size", "out_hidden_size")}
 QWEN2 |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
 QWEN2_5 = QWEN | {"window_size": 8, "fullatt_block_indexes": [1]}
@@ -53,6 +68,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         _config(TEXT | {"model_type": "gemma", "head_dim": 8}, SIGLIP, projection_dim=32, **OLD_TOKENS),
     ),
     "paligemma2": ("PaliGemmaConfig", _config(GEMMA2, SIGLIP, projection_dim=32, **OLD_TOKENS)),
+    "gemma4": ("Gemma4Config", _config(GEMMA4 | PER_LAYER, PLACED | {"standardize": True}, **GEMMA4_TOKENS)),
+    "gemma4-audio": ("Gemma4Config", _config(GEMMA4 | SEES | PLAIN, PLACED, audio_config=SOUNDS, **GEMMA4_TOKENS)),
+    "gemma4-spans": ("Gemma4Config", _config(GEMMA4 | PER_LAYER | SEES | OWN_KEYS, PLACED, **GEMMA4_TOKENS)),
+    "gemma4-unified": ("Gemma4UnifiedConfig", _config(GEMMA4 | SEES | OWN_KEYS, MERGED, **GEMMA4_TOKENS)),
     "qwen2-vl": ("Qwen2VLConfig", _config(TEXT | MROPE, QWEN2, **TOKENS)),
     "qwen2.5-vl": ("Qwen2_5_VLConfig", _config(TEXT | MROPE, QWEN2_5, **TOKENS)),
     "qwen3-vl": ("Qwen3VLConfig", _config(TEXT | MROPE | {"head_dim": 8}, DEEP, tie_word_embeddings=True, **TOKENS)),
@@ -71,5 +90,6 @@ def config_of(name: str) -> PreTrainedConfig:
 
 
 def tiny(name: str) -> PreTrainedModel:
-    attention = "eager" if name == "paligemma2" else "sdpa"  # which Gemma 2 is not given
+    # Gemma 2 and towers of sounds are not given "sdpa".
+    attention = "eager" if name in ("paligemma2", "gemma4-audio") else "sdpa"
     return random_model(config_of(name), make=AutoModelForImageTextToText.from_config, attn_implementation=attention)

@@ -14,8 +14,12 @@ from tests.mutation import Change, each_mutated
 
 FEW = [
     Case("gemma3", Layout(2), Layout(2), cp=2),
+    Case("gemma4-spans", Layout(2), Layout(2)),
     Case("qwen3-vl", Layout(2, pp=2), Layout(2), cp=1, options=(("activation_checkpointing", True),)),
 ]
+
+
+NO_STAGES = ("gemma4", "gemma4-spans")
 
 
 def all_of(ranks: int) -> list[Case]:
@@ -26,8 +30,11 @@ def all_of(ranks: int) -> list[Case]:
     cases = [Case(name, one, one, cp, documents) for name, documents in sets for cp in (0, ranks)]
     if ranks == 2:
         cases += [Case(name, one, one, 1, "text", options=(("shard_parameters", False),)) for name in names]
-        cases += [Case(name, Layout(2, tp=2), Layout(2, tp=2), 1, documents) for name, documents in sets]
-        cases += [Case(name, Layout(2, pp=2), one, 1, documents) for name, documents in sets]
+        # Gemma 4 unified has nothing to split before its language model. Layers of later stages may take keys of
+        # earlier ones, or inputs made of ids.
+        tps = {name: 1 if name == "gemma4-unified" else 2 for name in names}
+        cases += [Case(name, Layout(2, tp=2), Layout(2, tp=tps[name]), 1, documents) for name, documents in sets]
+        cases += [Case(name, Layout(2, pp=2), one, 1, kind) for name, kind in sets if name not in NO_STAGES]
         cases.append(Case("qwen3-vl", one, one, 0, options=(("offload_weights", True),)))
     if ranks == 4:
         cases += [
@@ -40,7 +47,8 @@ def all_of(ranks: int) -> list[Case]:
 
 def of_spans() -> list[Case]:
     """Images whose tokens see each other, cut everywhere: every type and partition, and both homes split."""
-    one, rows, names = Layout(4), (("partition", "contiguous"),), ("gemma3", "paligemma2")
+    one, rows = Layout(4), (("partition", "contiguous"),)
+    names = [name for name in ("gemma3", "paligemma2", "gemma4-spans", "gemma4-unified") if name in here()]
     ways: list[tuple[tuple[str, Any], ...]]
     ways = [rows, (("cp_comm_type", "a2a+p2p"), ("hierarchical_context_parallel_sizes", (2, 2)))]
     ways += [(("cp_comm_type", kind), ("heads", 4), *way) for kind in ("all_gather", "a2a") for way in ((), rows)]
@@ -87,15 +95,30 @@ VIDEOS: dict[str, Change] = {
     "frames of other videos": MUTATIONS["an image's rows on another document"],
 }
 SPANS: dict[str, Change] = {
-    "spans are dropped": (MEMBERS, "+ span_tiles(queries, keys, self.spans)", ""),
+    "spans are dropped": (MEMBERS, "tilings += span_tiles(queries, keys, self.spans, before)", "pass"),
     "spans of documents without their items": (SPANS_READ, "items.runs(d, rules.in_spans)", "[]"),
     "spans on local rows alone": (
         MEMBERS,
-        "span_tiles(queries, keys, self.spans)",
-        "(span_tiles(queries, keys, self.spans) if [*queries.start] == [*keys.start] else ())",
+        "span_tiles(queries, keys, self.spans, before)",
+        "(span_tiles(queries, keys, self.spans, before) if [*queries.start] == [*keys.start] else ())",
     ),
     "spans end with a member's rows under a window": (MEMBERS, "self.spans.run_ends(runs)", "runs.stop"),
     "rows of an image are scaled": ("bridge.item_rows", "rows.to(embeddings.dtype)", "2 * rows.to(embeddings.dtype)"),
+}
+CALLS = "model.seams.attention_calls"
+LAYERS: dict[str, Change] = {
+    "spans of full layers too": (CALLS, '"spans": getattr(module, _SPANS, "later")', '"spans": "later"'),
+    "spans of no layer": (CALLS, '"spans": getattr(module, _SPANS, "later")', '"spans": "none"'),
+    "places of patches are (y, x)": (
+        INPUT_CODE,
+        "_join_images(name, parts, pads=pads)",
+        "_join_images(name, [x.flip(-1) if name == POSITIONS else x for x in parts], pads=pads)",
+    ),
+    "rows of an image are scaled": SPANS["rows of an image are scaled"],
+}
+WHOLE: dict[str, Change] = {
+    "a window cuts images": (MEMBERS, "self.spans, before)", "self.spans)"),
+    "spans of no layer": LAYERS["spans of no layer"],
 }
 PREFIX: dict[str, Change] = {
     "prefixes are dropped": (SPANS_READ, "[(0, prefix)] if prefix else []", "[]"),
@@ -112,6 +135,8 @@ MUTATED = {
     "rows": (Case("qwen3-vl", Layout(2), Layout(2), cp=2, documents="even"), MUTATIONS),
     "videos": (Case("qwen2.5-vl", Layout(2), Layout(2), cp=2, documents="even videos"), VIDEOS),
     "spans": (Case("gemma3", Layout(2), Layout(2), cp=2), SPANS),
+    "layers": (Case("gemma4-spans", Layout(2), Layout(2), cp=2), LAYERS),
+    "whole": (Case("gemma4-unified", Layout(2), Layout(2), cp=2), WHOLE),
     "prefix": (Case("paligemma2", Layout(2), Layout(2), cp=2), PREFIX),
 }
 DAILY = "a part for a deeper layer is dropped"

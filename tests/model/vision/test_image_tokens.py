@@ -19,14 +19,23 @@ from tests.model.vision.models import IMAGE, VIDEO, config_of, here, tiny
 ROWS = {"llava-clip": 4, "llava-siglip": 4, "gemma3": 9, "paligemma": 4, "paligemma2": 4}
 
 
-@pytest.mark.parametrize("name", here())
+GRIDS = [name for name in here() if name not in ROWS and not name.startswith("gemma4")]
+
+
+@pytest.mark.parametrize("name", [*ROWS, *GRIDS])
 def test_rows_are_those_that_the_model_makes(name: str) -> None:
     tokens = image_tokens(config_of(name))
     assert tokens == ImageTokens(IMAGE, 1 if name in ROWS else 2, ROWS.get(name))
     assert tokens.rows((1, 4, 6)) == ROWS.get(name, 6)
 
 
-@pytest.mark.parametrize("name", [name for name in here() if name not in ROWS])
+def test_rows_that_a_processor_counts() -> None:
+    for name in (name for name in here() if name.startswith("gemma4")):
+        with pytest.raises(DataError, match="they depend on which of its patches are padding"):
+            image_tokens(config_of(name)).rows(None)
+
+
+@pytest.mark.parametrize("name", GRIDS)
 def test_positions_are_those_of_the_model(name: str) -> None:
     tokens, base = image_tokens(config_of(name)), tiny(name).model
     for document in raw(tokens):

@@ -26,6 +26,7 @@ from longspan.model.weights.hf_folder import folder_error_text
 
 # Fields of a processor's output that are not about images.
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+_OF_TEXT |= {"num_soft_tokens_per_image"}  # how many placeholders Gemma 4 writes
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)
 # Sizes that show whether all images take the same placeholders.
 _PROBES = tuple((a, b) for a in _SIDES for b in _SIDES if max(a, b) <= 8 * min(a, b))

@@ -19,6 +19,7 @@ from longspan.model.vision.image_encoder import encode_images
 from longspan.model.vision.image_inputs import (
     IN_DOCUMENT,
     MASK,
+    POSITIONS,
     ImageInput,
     image_arguments,
     image_feature_parameters,
@@ -31,6 +32,7 @@ Side = tuple[int, int]
 _MASK_OF_TILES = "tile_fine_mask"  # Granite Docling, whose mask is of tiles
 _SHAPES = "spatial_shapes"
 _MERGES = "image_merge_sizes"
+_PLACED_ROWS = 8  # images of up to so many rows are padded to as many
 _FINER_PIXELS = "high_res_pixel_values"
 
 
@@ -46,6 +48,8 @@ def draw_image(base: Any, merge: int, side: Side, generator: np.random.Generator
     patch, image_side = (_first_side(getattr(vision, name, None)) for name in ("patch_size", "image_size"))
     if GRIDS in parameters:
         return _draw_patches(base, merge, side, channels * patch**2, generator)
+    if POSITIONS in parameters:
+        return _draw_placed_patches(vision, side, channels * patch**2, generator)
     if _SHAPES in parameters:
         return _draw_padded_tiles(base, side, channels * patch**2, generator)
     tile = (channels, image_side, image_side)
@@ -89,6 +93,25 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, generator: np.r
         patch_shape = (width // patch**2, patch, patch)
     pixels = _draw_pixels((merge**2 * side[0] * side[1], *patch_shape), generator)
     return ImageInput(pixels, (1, merge * side[0], merge * side[1]), fields=fields)
+
+
+def _draw_placed_patches(vision: Any, side: Side, width: int, generator: np.random.Generator) -> ImageInput:
+    """Patches (1, n, C · p²) with their places (1, n, 2) as (x, y), and padding behind, whose places are −1, up to the
+    same n for every side.
+
+    A row pools k x k patches; a tower without blocks gets these as one patch (`model_patch_size`) of k² times the
+    width.
+    """
+    pooled = int(vision.pooling_kernel_size)
+    if hasattr(vision, "model_patch_size"):
+        width *= pooled**2
+        pooled = 1
+    height, row_width = (pooled * n for n in side)
+    padding = _PLACED_ROWS * pooled**2 - height * row_width
+    y, x = np.divmod(np.arange(height * row_width), row_width)
+    places = np.concatenate([np.stack([x, y], axis=1), np.full((padding, 2), -1)])
+    pixels = _draw_pixels((1, len(places), width), generator) * torch.from_numpy(places[:, :1] >= 0)
+    return ImageInput(pixels, fields={POSITIONS: torch.from_numpy(places)[None]})
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], generator: np.random.Generator) -> ImageInput:

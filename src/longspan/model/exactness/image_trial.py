@@ -1,19 +1,24 @@
 """A trial of what a model does with images: a small model of its class runs on the host, whole and in its two parts.
 
-Images must enter the text model only as rows in the places of their placeholders (DeepStack: after layers too) and as
-positions: logits and every gradient are compared.
+Images must enter the text model only as rows in the places of their placeholders (DeepStack: after layers too), as
+positions, and as rows that see each other: logits and every gradient are compared.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
+from longspan.attention import SpanMask
 from longspan.errors import ModelError
 from longspan.model.exactness.image_documents import (
     TOKEN_KINDS,
@@ -24,7 +29,8 @@ from longspan.model.exactness.image_documents import (
 )
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.exactness.trials import parameter_gradients, relative_error, run_trial_once, trial_error_text
-from longspan.model.layers import decoder_layers
+from longspan.model.layers import decoder_layers, text_model
+from longspan.model.seams.attention_calls import layer_type
 from longspan.model.vision.image_encoder import ImageEncoder, pack_attention, split_off_image_encoder
 from longspan.plan.shape.families import find_family
 
@@ -36,20 +42,36 @@ _TOLERANCE = 1e-5
 _FLOOR = 0.01
 
 
-def reasons_against_images(config: PreTrainedConfig, *, videos: bool = False) -> tuple[str, ...]:
-    """Return why images (or videos) do not enter a model of this configuration as rows and positions only.
-
-    A small copy is tried once for each configuration; that it cannot be made or run is a reason too.
+@dataclass(frozen=True)
+class ImageTrial:
+    """What a small copy showed: `reasons` against images, and what the rows of an image see of it in layers of each
+    type ("" where layers have none); no type is named if they see earlier rows alone.
     """
-    key = "videos" if videos else "images", type(config), config.to_json_string()
-    return run_trial_once(key, lambda: tuple(_image_trial_reasons(config, videos=videos)))
+
+    reasons: tuple[str, ...]
+    spans: Mapping[str, SpanMask]
 
 
-def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[str]:
-    """The model is taken apart between the two passes: its encoder leaves it."""
+def try_images(config: PreTrainedConfig, *, videos: bool = False) -> ImageTrial:
+    """Try whether images (or videos) enter a model of this configuration as rows and positions only.
+
+    A small copy is tried once for each configuration; that it cannot be made or run is a reason against them too.
+    """
+
+    def run() -> ImageTrial:
+        spans = dict[str, SpanMask]()
+        return ImageTrial(tuple(_image_trial_reasons(config, spans, videos=videos)), spans)
+
+    return run_trial_once(("videos" if videos else "images", type(config), config.to_json_string()), run)
+
+
+def _image_trial_reasons(config: PreTrainedConfig, spans: dict[str, SpanMask], *, videos: bool) -> Iterator[str]:
+    """`spans` is filled. The model is taken apart between the two passes: its encoder leaves it."""
     try:
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = [make_video_document(model)] if videos else make_trial_documents(model, _SIZES)
+        if not find_family(config.model_type).prefix_rows:
+            spans |= _spans_of_layers(model, documents[0])
         whole_parameters = dict(model.named_parameters())
         whole_logits, whole_gradients = _run_documents(
             whole_parameters, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0]
@@ -57,7 +79,8 @@ def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[
         encoder = split_off_image_encoder(model)
         pack_attention(encoder)
         parameters = dict(model.named_parameters()) | dict(encoder.named_parameters())
-        logits, gradients = _run_documents(parameters, documents, partial(_logits_from_parts, model, encoder))
+        run_parts = partial(_logits_from_parts, model, encoder, bool(spans))
+        logits, gradients = _run_documents(parameters, documents, run_parts)
     except ModelError as error:
         yield str(error)
         return
@@ -92,7 +115,69 @@ def _run_documents(
     return [x.detach() for x in logits], gradients
 
 
-def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: TrialDocument) -> Tensor:
+# ---- which rows of an image see each other, by the masks that the class makes
+
+_RECORDING = "longspan_recorded_masks"
+# Windows are so narrow while masks are recorded: shorter than the rows of any image.
+_NARROW = 2
+
+
+@dataclass
+class _RecordedMasks:
+    """The masks of the running model's layers, by type of layer; empty where none runs."""
+
+    by_type: dict[str, Tensor | None] = field(default_factory=dict[str, Tensor | None])
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+    ) -> Any:
+        """Stand in for transformers' attention over `sdpa`."""
+        self.by_type[layer_type(module)] = mask
+        return sdpa_attention_forward(module, q, k, v, mask, **options)
+
+
+_recorded = _RecordedMasks()
+AttentionInterface.register(_RECORDING, _recorded.attend)
+AttentionMaskInterface.register(_RECORDING, sdpa_mask)
+
+
+def _spans_of_layers(model: PreTrainedModel, document: TrialDocument) -> dict[str, SpanMask]:
+    """What the rows of the longest image see of it, by type of layer; {} if they see earlier rows alone everywhere."""
+    edges = np.diff(document.at_images.astype(int), prepend=0, append=0)
+    starts, stops = (np.flatnonzero(edges == edge).tolist() for edge in (1, -1))
+    first, stop = max(zip(starts, stops, strict=True), key=lambda run: run[1] - run[0])
+    _recorded.by_type.clear()
+    with _record_masks(model), torch.no_grad():
+        model(**make_stock_arguments(model, document))
+    spans = dict[str, SpanMask]()
+    for kind, mask in _recorded.by_type.items():
+        spans[kind] = "none"
+        if mask is not None and mask[0, 0, first, stop - 1]:
+            spans[kind] = "whole" if mask[0, 0, stop - 1, first] else "later"
+    return spans if {*spans.values()} != {"none"} else {}
+
+
+@contextmanager
+def _record_masks(model: PreTrainedModel) -> Iterator[None]:
+    """Have the text model attend by the function that records masks, under narrow windows."""
+    texts = (model.config.get_text_config(), text_model(model).config)
+    values = [(text, name) for text in texts for name in ("_attn_implementation", "sliding_window")]
+    before = [(text, name, getattr(text, name, None)) for text, name in values]
+    for text in texts:
+        text._attn_implementation = _RECORDING
+        if getattr(text, "sliding_window", None):
+            text.sliding_window = _NARROW
+    try:
+        yield
+    finally:
+        for text, name, value in before:
+            if value is not None:
+                setattr(text, name, value)
+
+
+def _logits_from_parts(
+    model: PreTrainedModel, encoder: ImageEncoder, with_spans: bool, document: TrialDocument
+) -> Tensor:
     """Rows of images replace placeholders by hooks on the embedding, and are added after layers (DeepStack)."""
     ids = torch.from_numpy(document.ids)[None]
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
@@ -105,7 +190,7 @@ def _logits_from_parts(model: PreTrainedModel, encoder: ImageEncoder, document: 
         positions = torch.from_numpy(document.positions)[:, None]
     parameters = signature(model.forward).parameters
     # In place of a shard's spans, the stock mask gets kinds of tokens: rows of an image or a prefix see each other.
-    token_kinds = document.kinds(model, images=find_family(model.config.model_type).images_see_each_other)
+    token_kinds = document.kinds(model, images=with_spans)
     kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), token_kinds)
 
     def replace_rows(_: Any, __: Any, out: Tensor) -> Tensor:

@@ -385,9 +385,10 @@ _TOKENS_OF_TEXT = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", 
 _OF_TEXT = ("out_hidden_size", "text_hidden_size", "text_config_hidden_size")  # names of the text model's width
 _TOWER: Mapping[str, Any] = {
     "num_position_embeddings": (SIDE // PATCH) ** 2, "num_patches": (SIDE // PATCH) ** 2,
-    "position_embedding_size": 32, "posemb_grid_size": 4, "pos_emb_height": 8, "pos_emb_width": 8,
+    "position_embedding_size": 64, "posemb_grid_size": 4, "pos_emb_height": 8, "pos_emb_width": 8,
     "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "global_attn_indexes": [1],
     "insert_layer_id": 0, "max_num_patches": 64, "num_image_tokens": 16, "max_image_size": 64, "min_image_size": 16,
+    "mm_posemb_size": 32, "mm_embed_dim": 48, "output_proj_dims": 48,
 }  # fmt: skip
 _TOP: Mapping[str, Any] = {
     "image_grid_pinpoints": [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]],

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import belongs_to_adapter
-from longspan.model.exactness.image_trial import reasons_against_images
+from longspan.model.exactness.image_trial import try_images
 from longspan.model.layers import base_model, is_in_projector, reads_other_modalities, towers_beside_text_model
 from longspan.model.multimodal.prepare_encoder import encoder_blocks
 from longspan.model.seams.doctor_hint import doctor_hint
@@ -29,7 +29,7 @@ def refuse_model_without_images(model: nn.Module) -> None:
             f"{name} has no tower and projector for images beside a text model, and encoder= gives them a home; "
             "use prepare without encoder=, or MultimodalModel with an encoder of your own (docs/bridge.md)"
         )
-    if reasons := reasons_against_images(model.config):
+    if reasons := try_images(model.config).reasons:
         kind = model.config.model_type
         raise ModelError(
             f"{name} ({kind}) cannot be given images: {find_family(kind).no_images or '; '.join(reasons)}; use prepare "
@@ -55,7 +55,7 @@ def video_tokens(config: PreTrainedConfig) -> VideoTokens:
     [6, 6, 6]
     """
     tokens = VideoTokens.from_configuration(config)
-    if reasons := reasons_against_images(config, videos=True):
+    if reasons := try_images(config, videos=True).reasons:
         raise ModelError(
             f"{type(config).__name__} ({config.model_type}) cannot be given videos: {'; '.join(reasons)}; give frames "
             "as images"
@@ -83,7 +83,8 @@ def freeze_image_modules(model: PreTrainedModel, trained: Literal["all", "projec
     image_parameters |= separators
     if trained == "projector" and not projector:
         raise ModelError(
-            f"{type(model).__name__} has no module called projector, merger or connector; train all or none of it"
+            f"{type(model).__name__} has no module called projector, merger, connector or embed_vision; train all or "
+            "none of it"
         )
     for name, parameter in image_parameters.items():
         parameter.requires_grad_(trained == "all" or (trained == "projector" and name in projector))

@@ -22,15 +22,16 @@ from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.adapters.adapter import Adapter
+from longspan.model.exactness.image_trial import try_images
 from longspan.model.execution import Execution, model_execution
 from longspan.model.layers import decoder_layers
 from longspan.model.marks import adapter_of_prepared_model
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.attention_calls import set_spans_of_layers
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.running_layer import running_layer
 from longspan.plain_text import excerpt
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.shape.families import find_family
 
 IMAGE = "image"  # the modality
 _ENCODER = f"encoders.{IMAGE}."
@@ -101,12 +102,15 @@ class MultimodalModel(nn.Module):
             check_encoder_home(modality, encoder.world.home, world)
             check_encoder_prepared(encoder.module, encoder.world)
         span_modalities = tuple(modality for modality, encoder in encoders.items() if encoder.in_spans)
-        kind = language_model.config.model_type
-        if find_family(kind).images_see_each_other and not span_modalities:
+        config = language_model.config
+        spans = try_images(config).spans if getattr(config, "vision_config", None) is not None else {}
+        if spans and not span_modalities:
             raise ModelError(
-                f"tokens of an image see each other in {kind}, and none of its {len(encoders)} encoders says so; give "
-                "Encoder(..., in_spans=True), or use prepare(model, world, encoder=Layout(...))"
+                f"tokens of an image see each other in {config.model_type}, and none of its {len(encoders)} encoders "
+                "says so; give Encoder(..., in_spans=True), or use prepare(model, world, encoder=Layout(...))"
             )
+        for part in _whole_or_stages(language_model):
+            set_spans_of_layers(part, spans)
         modules = {f"the encoder of {modality}": encoder.module for modality, encoder in encoders.items()}
         refuse_shared_parameters({**modules, "the language model": language_model})
         self.encoder_settings: dict[str, Encoder] = dict(encoders)
@@ -194,6 +198,10 @@ def check_deepstack_layers(encoders: Mapping[str, Encoder], model: PreTrainedMod
                 f"rows of the encoder of {modality} are added after {encoder.deep_layers} decoder layers, and {holder} "
                 f"{first_layers}; use fewer stages (pp x virtual stages)"
             )
+
+
+def _whole_or_stages(model: PreTrainedModel | PipelineModel) -> list[Any]:
+    return [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
 
 
 def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:

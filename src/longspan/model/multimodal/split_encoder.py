@@ -120,6 +120,9 @@ def find_split_parts(
     for name, style in styles.items():
         if style != REPLICATED:
             owner_name, _, child = name.rpartition(".")
+            if _is_clipped_linear(module.get_submodule(owner_name)):
+                owner_name, _, outer = owner_name.rpartition(".")
+                child = f"{outer}{_CLIPPED}"
             linears_by_owner.setdefault(owner_name, {})[child] = style
     split_parts = list[SplitModule]()
     for name, linears in linears_by_owner.items():
@@ -142,13 +145,21 @@ def _recognise_styles(module: nn.Module) -> dict[str, str]:
     styles = dict[str, str]()
     for name, owner in module.named_modules():
         children = dict(owner.named_children())
-        linears = {
-            n: linear for n, child in children.items() if type(linear := unadapted_module(child)) is nn.Linear
-        }
+        paths = {n: f"{n}{_CLIPPED}" if _is_clipped_linear(child) else n for n, child in children.items()}
+        modules = {n: unadapted_module(owner.get_submodule(path)) for n, path in paths.items()}
+        linears = {n: module for n, module in modules.items() if type(module) is nn.Linear}
         convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in children.values())  # LFM3-VL: between
         styles_here = dict.fromkeys(linears, REPLICATED) if convolves else _module_styles(linears)
-        styles |= {f"{name}.{child}".lstrip("."): style for child, style in styles_here.items()}
+        styles |= {f"{name}.{paths[child]}".lstrip("."): style for child, style in styles_here.items()}
     return styles
+
+
+# Gemma 4 clips what enters and leaves a linear, in a module around it that has nothing else.
+_CLIPPED = ".linear"
+
+
+def _is_clipped_linear(module: nn.Module) -> bool:
+    return [*module._modules] == ["linear"]
 
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
@@ -211,7 +222,8 @@ def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
     """Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys."""
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
-    is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
+    linears = {name.removesuffix(_CLIPPED) for name in part.styles}
+    is_attention = QKV in part.styles.values() or any({*names} <= linears for names in _ATTENTION)
     if is_attention and not counts:
         size = next((v for n, v in vars(part.module).items() if n in HEAD_SIZE and type(v) is int and v > 0), 0)
         if not size:

@@ -19,6 +19,7 @@ from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.adapters.adapter_rules import check_encoder_adapter
 from longspan.model.adapters.disable_adapter import redirect_peft_model
+from longspan.model.exactness.image_trial import try_images
 from longspan.model.layers import base_model
 from longspan.model.marks import name_parameters
 from longspan.model.multimodal.image_modules import find_trained_part, refuse_model_without_images
@@ -31,7 +32,6 @@ from longspan.model.weights.fill import DeferredWeights, find_deferred_weights
 from longspan.plan.cost.cost import Cost
 from longspan.plan.items.encoder_shape import EncoderShape, read_window_layers
 from longspan.plan.shape.config_reader import ConfigReader
-from longspan.plan.shape.families import find_family
 
 
 @contextmanager
@@ -125,6 +125,9 @@ def _prepare_and_join_encoder(
         language_model.config, image_encoder, again=recomputed_passes, gpu=world.device.type == "cuda"
     )
     pack_attention(image_encoder)
+    # No step has sounds, by which their tower and projector would get gradients.
+    for name, parameter in image_encoder.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and "audio" not in name)
     module: nn.Module = prepare_encoder(
         image_encoder,
         encoder_world,
@@ -140,7 +143,7 @@ def _prepare_and_join_encoder(
         recompute=settings.recompute,
         cost=cost,
         deep_layers=image_encoder.deep_layers,
-        in_spans=find_family(language_model.config.model_type).images_see_each_other,
+        in_spans=bool(try_images(language_model.config).spans),
     )
     return MultimodalModel({IMAGE: encoder}, language_model, world)
 
@@ -157,12 +160,14 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int, gpu:
         vision = ConfigReader.read_whole_model(config).section("vision_config")
         layers = vision.count("depth", "num_hidden_layers")
         windows, side = read_window_layers(vision, layers)
-        block_matrices = (p for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
+        # An encoder without blocks (Gemma 4 unified) is linears around a table of positions.
+        blocks = [*encoder_blocks(encoder).values()] or [m for m in encoder.modules() if isinstance(m, nn.Linear)]
+        block_matrices = (p for block in blocks for p in block.parameters() if p.ndim > 1)
         shape = EncoderShape(
             width=vision.count("embed_dim", "hidden_size"),  # Qwen2-VL's hidden_size is the language model's width
             full_layers=layers - windows,
             block_weights=sum(p.numel() for p in block_matrices),
-            merge=vision.count("spatial_merge_size") or 1,
+            merge=(layers and vision.count("spatial_merge_size", "pooling_kernel_size")) or 1,
             window_layers=windows,
             window=side,
         )

@@ -3,13 +3,14 @@
 Which rows see which is the shard's, never a mask tensor of the model's; Llama 4's chunks are an argument of `attend`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from longspan.attention import attend
+from longspan.attention import SpanMask, attend
 from longspan.comm import SequenceShard, world_of
 from longspan.comm.autograd import break_graphs_around
 from longspan.errors import ModelError
@@ -17,6 +18,7 @@ from longspan.model.kinds import attends_to_entries
 from longspan.model.layers import (
     decoder_layers,
     mtp_blocks,
+    text_model,
 )
 from longspan.model.seams.model_calls import require_one_row_shard
 from longspan.model.seams.running_layer import running_layer
@@ -39,11 +41,22 @@ def number_layers(model: PreTrainedModel) -> None:
 
 def chunk_size(module: nn.Module) -> int | None:
     """Return how many positions each chunk of this attention module's layer has; None for a layer without chunks."""
-    config = getattr(module, "config", None)
+    in_chunks = layer_type(module) == "chunked_attention"
+    return getattr(getattr(module, "config", None), "attention_chunk_size", None) if in_chunks else None
+
+
+def layer_type(module: nn.Module) -> str:
+    """Return the type of this attention module's layer, as its configuration names it; "" where it names none."""
     layer = getattr(module, "layer_idx", None)
-    types = getattr(config, "layer_types", None) or ()
-    in_chunks = isinstance(layer, int) and 0 <= layer < len(types) and types[layer] == "chunked_attention"
-    return getattr(config, "attention_chunk_size", None) if in_chunks else None
+    types = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    return types[layer] if isinstance(layer, int) and 0 <= layer < len(types) else ""
+
+
+def set_spans_of_layers(model: nn.Module, spans: Mapping[str, SpanMask]) -> None:
+    """Have the text model's attention modules see so much of a shard's spans, by the type of their layer."""
+    for module in text_model(model).modules():  # pyright: ignore[reportArgumentType]
+        if hasattr(module, "layer_idx"):
+            setattr(module, _SPANS, spans.get(layer_type(module), "later"))
 
 
 def defer_query_scaling(model: nn.Module) -> None:
@@ -76,6 +89,7 @@ def make_layers_causal(model: nn.Module) -> None:
 
 IMPLEMENTATION = "longspan"
 _SCALES_BY_POSITION = "scales_queries_by_position"
+_SPANS = "spans_of_layer"
 
 
 @break_graphs_around
@@ -164,6 +178,7 @@ def sharded_attention(
         "first_head": _first_head_index(module, q.shape[1], checked_shard) if dropout else 0,
         "layer": getattr(module, "layer_idx", None),
         "kernel": attention_kernel,
+        "spans": getattr(module, _SPANS, "later"),
     }
     if block_indices is not None and block_indices.shape[-1]:
         from longspan.model.seams.chosen_keys.blocks import attend_to_blocks

@@ -23,8 +23,8 @@ from longspan.model.adapted_modules import has_trained_copy, is_adapted, is_expe
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.experts.expert_products import ADAPTER_VIEW
 from longspan.model.feature import Feature
-from longspan.model.kinds import expert_modules
-from longspan.model.layers import Absent, layers_and_mtp_blocks
+from longspan.model.kinds import class_forward, expert_modules
+from longspan.model.layers import Absent, base_model, layers_and_mtp_blocks
 from longspan.model.tensor_parallel import module_styles as tp_style
 from longspan.model.tensor_parallel.module_styles import (
     MIXER,
@@ -142,18 +142,19 @@ class TensorParallelFeature(Feature):
 def _split_head_and_embedding(
     model: PreTrainedModel, styled_modules: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
-    """A tied embedding is split with the head; where an adapter changes either, neither is split. With
-    `sequence_parallel` the embedding hands on this rank's rows alone: of its sum over tp if it is split, else cut
-    from its output."""
+    """A tied embedding is split with the head; where an adapter changes either, or the base model's own forward reads
+    the row of padding in the weight (Gemma 4), neither is split. With `sequence_parallel` the embedding hands on this
+    rank's rows alone: of its sum over tp if it is split, else cut from its output."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     styles = {id(module): style for _, module, style, _ in styled_modules}
     adapted = is_adapted(embedding) or is_adapted(head)
+    reads_weight = {"weight", "pad_token_id"} <= {*class_forward(base_model(model)).__code__.co_names}
 
     def can_split(module: Any, *split_styles: str) -> bool:
         """Return whether a module has one of these styles and tp divides its rows, one for each token id."""
         divides = isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[0] % world.home.tp == 0
-        return divides and not adapted and styles.get(id(module)) in split_styles
+        return divides and not adapted and not reads_weight and styles.get(id(module)) in split_styles
 
     both_here = isinstance(head, nn.Linear) and isinstance(embedding, nn.Embedding)
     tied = both_here and head.weight is embedding.weight

@@ -17,6 +17,7 @@ GRIDS = "image_grid_thw"
 SIZES = "image_sizes"
 # One tensor holds the mask of images of several sizes, or of patches.
 MASK = "pixel_attention_mask"
+POSITIONS = "image_position_ids"  # Gemma 4: the place (x, y) of each patch of an image, −1 of padding
 IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; a single one is cut into tiles
 _HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}  # fields of ImageInput, by argument
 Grid = tuple[int, int, int]  # patches (t, h, w)

@@ -19,6 +19,7 @@ from longspan.errors import DataError, ModelError, plural
 from longspan.layout import Integers
 from longspan.model.vision.image_inputs import (
     GRIDS,
+    POSITIONS,
     SIZES,
     Grid,
     headless_model_class,
@@ -153,6 +154,8 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
         return ImageTokens(placeholder, merge[0] if isinstance(merge, list | tuple) else merge, config=config)
     if SIZES in parameters and parameters[SIZES].default is Parameter.empty:
         return ImageTokens(placeholder, config=config, unknown="they depend on its size")
+    if POSITIONS in parameters:
+        return ImageTokens(placeholder, config=config, unknown="they depend on which of its patches are padding")
     try:
         return ImageTokens(placeholder, fixed_rows=_count_fixed_rows(config, vision), config=config)
     except ModelError as error:

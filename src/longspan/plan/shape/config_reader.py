@@ -86,7 +86,11 @@ class ConfigReader:
     def _find_value(self, name: str) -> Any:
         config = self._config
         if not isinstance(config, dict):
-            return getattr(config, name, None)
+            try:
+                return getattr(config, name, None)
+            except RuntimeError:
+                # transformers hands out no value that some layers have another of (Gemma 4's heads): others have it.
+                return object.__getattribute__(config, name)
         values = cast(dict[str, Any], config)
         model_type = str(values.get("model_type") or "")
         in_file = [key for key in names_in_files(model_type, name) if key in values]

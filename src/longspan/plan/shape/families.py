@@ -106,8 +106,6 @@ class Family:
     rotary: bool = True  # False: attention of a hybrid without positions
     rotary_key: str = ""  # the attribute that switches them on (True or "rope"); without it they are off
     prefix_rows: bool = False  # rows at the start of a document see each other in both directions
-    # Tokens of one image see each other in every layer.
-    images_see_each_other: bool = False
     images: Literal["", "merged", "features", "pooled", "patches"] = ""  # how a priced tower makes an image's rows
     gated_tower: bool = False  # MLPs of the tower have three products
     square_patches: bool = False  # patches are (n, C, p, p)
@@ -229,12 +227,7 @@ _OWN_ROWS: dict[str, Family] = {
         }
     ),
     "dots1": Family(small=_defaults_where_none(n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2)),
-    "gemma3": Family(images_see_each_other=True, images="pooled"),
-    "gemma4": Family(
-        no_images="its layers take inputs made of its ids, placeholders among them, which no step hands over; and "
-        "where its configuration says so, tokens of an image see each other in layers with a window alone, whereas "
-        "those of a shard do so in every layer"
-    ),
+    "gemma3": Family(images="pooled"),
     "glm4_moe": Family(mtp_names="last layers", tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
     "glm5_next*": Family(rotary=False, wide_router=True, mean_of_streams=True),
     "glm5_next_text": Family(small={"index_topk": 8, "index_kpool": 4, "qk_rope_head_dim": 0}),
@@ -317,7 +310,6 @@ _OWN_ROWS: dict[str, Family] = {
     ),
     "reformer": Family(small={"axial_pos_embds": False, "lsh_attn_chunk_length": 1, "local_attn_chunk_length": 1}),
     "sarvam_moe": Family(head_norms=True, tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
-    "shieldgemma2": Family(images_see_each_other=True),
     "xmod": Family(small={"default_language": lambda small: small["languages"][0]}),
     "zamba": Family(small={"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}),
     "zamba2": Family(
