@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,11 @@ from longspan.config.local_folders import with_local_folders
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import Corpus
 from longspan.data.run_order import make_step_order
+from longspan.evaluation import saved_losses
+from longspan.layout import Layout
 from longspan.model import load_model
+from longspan.model.weights.hf_folder import read_configuration
+from longspan.resolve.run_cost import find_run_cost
 from tests.evaluation.saved.evaluating import evaluate_here
 from tests.model.frozen.formats.folders import quantise_float8, read_float8
 from tests.model.frozen.test_reading import dequantised
@@ -123,3 +128,24 @@ def test_every_verb_over_every_base(
         assert main(["generate", target, *words]) == 0
         completions.append(json.loads(capfd.readouterr().out)[0]["completion"])
     assert all(completions) and (completions[0] == completions[1] or name == "nf4")  # merged weights are no codes
+
+
+def test_evaluations_over_a_stored_folder_are_priced_by_its_packed_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's own configuration does not say that its folder is in 8 bits."""
+    base = write_base(tmp_path / "base", **WIDE)
+    config = with_local_folders(small_config(tmp_path, **KEYS, model__path=str(base)))
+    monkeypatch.setattr(saved_losses, "set_world_machine", lambda *args: None)
+    monkeypatch.setattr(saved_losses, "run_on_every_rank", lambda world, price, kind: price())
+    world: Any = SimpleNamespace(home=Layout(2), device=torch.device("cpu"))
+    model: Any = SimpleNamespace(config=read_configuration(base))
+
+    def gather_seconds() -> float:
+        cost = saved_losses.price_plans(config, model, world, log=lambda line: None)
+        assert cost == find_run_cost(config, str(base), print, gpu=False, slots=2)
+        return cost.forward_only().micro_batch_seconds
+
+    whole = gather_seconds()
+    to_float8(base)
+    assert 0 < gather_seconds() < whole
