@@ -11,14 +11,23 @@ import torch
 import transformers
 from trl import SFTConfig, SFTTrainer
 
+from longspan.comm import World
 from longspan.hf import LongspanArguments
+from longspan.hf.resolve_trainer import options_of_prepare, resolve_trainer
+from longspan.layout import Layout
+from longspan.model import load_model
+from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.execution import model_execution
 from longspan.model.frozen.frozen_weights import weights_to_pack
 from longspan.model.frozen.packed_format import NF4
+from longspan.plan.shape.packed import packed_weights_of_model
+from longspan.testing import backend
 from tests.hf.stock import CP2, Run, ours_each
 from tests.hf.tiny import completions, model_of, tokenizer
+from tests.model.frozen.formats.folders import quantise_float8
 from tests.model.frozen.test_loaded_models import quantise
 from tests.model.lora.adapted import drawn
+from tests.run.runs.test_lora_run import write_base
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 FOLDER = "LONGSPAN_TEST_QUANTISED"
@@ -79,6 +88,29 @@ def test_losses_and_adapters_are_those_over_dequantised_weights() -> None:
         assert expected.weights and found.weights.keys() == expected.weights.keys()
         assert all((x == found.weights[name]).all() for name, x in expected.weights.items())
     assert ran["dequantised"].logs != ran["dequantised_with_head"].logs
+
+
+@pytest.mark.parametrize("frozen", ["", "stored", "whole"])
+def test_a_folder_in_8_bits_is_planned_as_it_is_kept(frozen: str, tmp_path: Path) -> None:
+    """Its weights come when the model is prepared, and the model's own configuration does not say how they lie."""
+    base = str(write_base(tmp_path, hidden_size=64, intermediate_size=96))
+    quantise_float8(tmp_path, weight_block_size=None, activation_scheme="static")
+    args = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True)
+    with World(Layout(1), backend=backend()) as world:
+        trainer = SimpleNamespace(
+            model=add_lora(load_model(base, sharded=True, quantized=True), NewAdapter(rank=4)),
+            longspan=LongspanArguments(device_memory_limit=10**9, frozen=frozen),
+            args=args,
+            _stock_arguments=args,
+            world=world,
+            train_dataset=[{"input_ids": [*range(50)]}] * 8,
+        )
+        memory = resolve_trainer(trainer).memory
+        options = options_of_prepare(trainer, trainer.model, memory, training=True)
+    assert memory is not None
+    keeps = frozen != "whole"
+    assert options.frozen == ("stored" if keeps else "whole")
+    assert memory.device.packed == keeps * packed_weights_of_model(base, "stored").bytes
 
 
 def test_frozen_is_a_word_of_the_key() -> None:

@@ -16,6 +16,8 @@ from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.adapter import find_adapter
 from longspan.model.frozen.formats.loaded_linears import holds_codes
 from longspan.model.prepared import PrepareOptions
+from longspan.model.weights.fill import find_folder, stored_formats
+from longspan.model.weights.hf_folder import planned_configuration
 from longspan.plan import MemoryPlan
 from longspan.resolve.resolved import Resolved, set_usual_mode
 from longspan.resolve.run_cost import find_run_cost
@@ -53,7 +55,8 @@ def resolve_trainer(trainer: Any) -> Resolved:
     ):
         config = config.with_keys("train", plan_memory=False, activation_checkpointing="full")
     world = trainer.world
-    model = unwrap_peft_model(trainer.model).config
+    base: Any = unwrap_peft_model(trainer.model)
+    model = planned_configuration(base.config, find_folder(base))
     lengths = _lengths_of_documents(trainer)
     gpu = world.device.type == "cuda"
     if config.context.max_tokens_per_slot == AUTO and not (lengths and (gpu or config.train.device_memory_limit)):
@@ -89,10 +92,19 @@ def options_of_prepare(trainer: Any, model: Any, memory: MemoryPlan | None, *, t
         return options.with_form(replace(form.for_prepare(training=False), compiled="none", frozen="whole"))
     frozen = form.frozen
     if frozen == AUTO:
-        frozen = "stored" if holds_codes(model) else "whole"
+        frozen = "stored" if holds_codes(model) or _is_filled_with_codes(unwrap_peft_model(model)) else "whole"
     by_arguments = replace(form, checkpoint_policies="full" if asks_for_recomputation(args) else None)
     form = (memory or by_arguments).for_prepare(training=True)
     return options.with_form(replace(form, frozen=frozen))
+
+
+def _is_filled_with_codes(model: Any) -> bool:
+    """The folder of a tiny model may have no weight that is large enough to stay packed."""
+    if not stored_formats(model):
+        return False
+    from longspan.model.frozen.frozen_weights import choose_formats
+
+    return bool(choose_formats(model, "stored"))
 
 
 def _config_with_arguments(trainer: Any) -> RunConfig:

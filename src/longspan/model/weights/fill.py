@@ -139,11 +139,22 @@ def stored_formats(model: nn.Module) -> dict[str, Any]:
     """Return the PackedFormats of weights, by name, if the folder that will fill the model has them in 4 or 8 bits;
     else {}.
     """
+    source = _base_source(model)
+    return source.packed_formats() if hasattr(source, "packed_formats") else {}
+
+
+def find_folder(model: nn.Module) -> str:
+    """Find the folder that will fill the model once it is prepared; "" where none will."""
+    return str(getattr(_base_source(model), "folder", ""))
+
+
+def _base_source(model: nn.Module) -> Any:
+    """None: the model has its weights. What was added to a folder's is not of it."""
     deferred = find_deferred_weights(model)
     source: Any = None if deferred is None else deferred.source
-    while hasattr(source, "base"):  # JoinedWeights: what was added is not of the folder
+    while isinstance(source, JoinedWeights):
         source = source.base
-    return source.packed_formats() if hasattr(source, "packed_formats") else {}
+    return source
 
 
 def pop_deferred_weights(model: nn.Module) -> DeferredWeights | None:

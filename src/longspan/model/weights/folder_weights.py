@@ -102,7 +102,7 @@ class FolderWeights:
 
         ModelError for bad files, tensors that are quantized or of another shape, and two tensors for one parameter.
         """
-        self._folder = folder
+        self.folder = folder
         self._files = weight_files(folder, quantized=join is not None)
         self._join = join
         self._config = model.config
@@ -126,7 +126,7 @@ class FolderWeights:
             self._formats = {name: packed for name, packed in formats.items() if packed is not None}
 
     def __str__(self) -> str:
-        return f"the model in {self._folder}"
+        return f"the model in {self.folder}"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of each part that the files have, on the CPU.
@@ -178,14 +178,14 @@ class FolderWeights:
                     pair = (slices[key][row : row + _ROWS].to(self._dtypes[name]) for key in keys)
                     if not torch.equal(*pair):
                         raise ModelError(
-                            f"the files of {self._folder} hold {keys[0]}, which differs from {keys[1]}, and "
+                            f"the files of {self.folder} hold {keys[0]}, which differs from {keys[1]}, and "
                             "config.json ties the two; set tie_word_embeddings to false in it, which keeps both"
                         )
 
     def _single_key(self, name: str) -> str:
         keys = [key for keys in self._recipes[name].sources.values() for key in keys]
         if len(keys) > 1:
-            raise ModelError(f"{self._folder} holds {' and '.join(keys)}, which are both {name}; keep one of them")
+            raise ModelError(f"{self.folder} holds {' and '.join(keys)}, which are both {name}; keep one of them")
         return keys[0]
 
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class FolderWeights:
             try:
                 tensors = self._join(tensors)
             except ModelError as error:
-                raise ModelError(f"{self._folder}: {error}") from error
+                raise ModelError(f"{self.folder}: {error}") from error
         return {self._rename(name): tensor for name, tensor in tensors.items()}
 
     def _make_recipes(self, slices: _Slices) -> dict[str, _ParameterRecipe]:
@@ -213,7 +213,7 @@ class FolderWeights:
             if name not in self._shapes:
                 self.unread[key] = name
                 continue
-            refuse_quantized_tensor(key, slices[key], self._dtypes[name], self._folder)
+            refuse_quantized_tensor(key, slices[key], self._dtypes[name], self.folder)
             recipes[name].converter = None if pattern is None else by_pattern[pattern]
             recipes[name].sources[pattern or key].append(key)
         for name, first in self._tied.items():
@@ -264,7 +264,7 @@ class FolderWeights:
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
         if tuple(shape) != self._shapes[name]:
             raise ModelError(
-                f"the weights in {self._folder} do not fit its config.json: {name} is {tuple(shape)} in the files, "
+                f"the weights in {self.folder} do not fit its config.json: {name} is {tuple(shape)} in the files, "
                 f"{self._shapes[name]} by the configuration; use the config.json that belongs to the weights"
             )
 
