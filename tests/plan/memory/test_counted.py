@@ -260,6 +260,7 @@ def test_what_travels_is_what_is_priced(family: str, before: int) -> None:
                 "deepseek_v2",
                 "glm4_moe_lite",
                 "hunyuan_v1_dense",
+                "kimi_linear",
                 "longcat_flash",
                 "mellum",
                 "minimax_m2",

@@ -38,8 +38,10 @@ WIDE = 4  # bytes of a number of float32
 # These are the bytes of a number of int64.
 INDEX = 8
 # Float32 tensors of values that torch's operations hold in a scan, without a delta rule and with one (counted on a CPU,
-# and of peaks in bench/records/measured.json).
+# and of peaks in bench/records/measured.json). With a decay of each channel a row also has five tensors of the 16 rows
+# of its chunk.
 TORCH_SCANS = {False: 18, True: 26}
+BY_CHANNEL_SCANS = 5 * 16
 # Scores of an indexer, and of attention in plain tensor operations, are held for as many rows as fit so many bytes.
 SCORE_BYTES = 256 << 20
 # So many rows of an indexer's queries are made at a time.
@@ -628,6 +630,13 @@ class LayerTable:
             + self.bytes_of_rows(4 * heads, WIDE)
         )
         saved += self.load.runs * mixer.state / tp * WIDE
+        scans = TORCH_SCANS[mixer.delta]
+        if mixer.kind == "Kimi delta attention":
+            # Decays of each channel and what they are made of, by a sigmoid, or by a softplus that has a case of its
+            # own for large numbers; and the narrow rows of the two gates.
+            made = 2 * wide if self.read.value("linear_lower_bound") else 3 * wide + self.bytes_of_rows(inner, 1)
+            saved += wide + made + self.bytes_of_rows(2 * mixer.value_size)
+            scans += BY_CHANNEL_SCANS
         if mixer.delta:
             # Keys are saved as the layer computes them, and as unit vectors.
             if settings.keys_are_repeated:
@@ -639,4 +648,4 @@ class LayerTable:
             saved += self.bytes_of_rows(channels)
             saved += self.bytes_of_rows(2 * inner) if settings.gpu else 4 * wide + 2 * self.bytes_of_rows(inner)
             work = 3 * chunks + 3 * wide
-        return part + LayerPart(saved, work if kernels else TORCH_SCANS[mixer.delta] * wide)
+        return part + LayerPart(saved, work if kernels else scans * wide)

@@ -23,7 +23,6 @@ from longspan.plan.shape.layers import (
     latent_widths,
     layer_kinds,
     layer_parts,
-    mixer_kind,
     read_mixer_shape,
 )
 from longspan.plan.shape.model_shape import ModelShape
@@ -114,12 +113,8 @@ class ModelNumbers:
         """
         read = ConfigReader.read_language_model(config)
         read.check_counts("hidden_size", "vocab_size")
-        for uncounted, name in (
-            (read.family.shared_blocks, "shared blocks"),
-            (has_latent_attention(read) and bool(mixer_kind(read)), "latent attention beside state-space layers"),
-        ):
-            if uncounted:
-                raise PlanError(f"{read.where} has {name}, whose memory no configuration tells")
+        if read.family.shared_blocks:
+            raise PlanError(f"{read.where} has shared blocks, whose memory no configuration tells")
         ModelShape.of(config)  # raises PlanError for layers that are not priced, which are not counted either
         hidden = read.count("hidden_size")
         of_depth = depth_kinds(read)
