@@ -1,18 +1,23 @@
 """A vision-language model as two modules that share its weights, and what has no such parts."""
 
 import pytest
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from longspan import Layout, World, load_model, prepare
-from longspan.errors import ModelError
+from longspan.errors import DataError, ModelError
+from longspan.model.multimodal.image_modules import freeze_image_modules
 from longspan.model.multimodal.take_apart import image_cost, split_off_image_encoder_or_undo
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.vision.image_encoder import split_off_image_encoder
+from longspan.model.vision.image_inputs import ImageInput, image_arguments
 from longspan.testing import run_ranks
 from tests.model.seams.wrappers import tiny as wrapper
 from tests.model.stock import tiny as text_model, weights_of
 from tests.model.vision.models import config_of, here, tiny
+
+LIKE = torch.zeros(1)
 
 
 @pytest.mark.parametrize("name", here())
@@ -52,6 +57,22 @@ def test_refusals() -> None:
     assert "placeholders of images are token id 62, and its embedding has 62 rows" in _refused(model, Layout(1))
     assert "encoder is a int; give a Layout over the language model's ranks" in _refused(tiny("llava-clip"), 2)
     assert "is over ranks (0, 1), the language model over (0)" in _refused(tiny("llava-clip"), Layout(2))
+
+
+@pytest.mark.skipif("gemma4-audio" not in here(), reason="transformers has no Gemma 4 yet")
+def test_what_a_model_has_for_audio_is_frozen_and_refused_by_name() -> None:
+    model = tiny("gemma4-audio")
+    freeze_image_modules(model, "projector")
+    towers = {name for name, p in model.named_parameters() if p.requires_grad and "language_model" not in name}
+    assert towers == {"model.embed_vision.embedding_projection.weight"}
+    model = tiny("gemma4-audio")
+    with pytest.raises(DataError, match="images have input_features, and get_image_features of Gemma4Model takes"):
+        image_arguments(model.model, [ImageInput(torch.zeros(1), fields={"input_features": torch.zeros(1)})], LIKE)
+    with World(Layout(1), backend="gloo") as world:
+        joined = prepare(model, world, encoder=Layout(1))
+    sounds = {name: p.requires_grad for name, p in joined.named_parameters() if "audio" in name}
+    assert len(sounds) > 2 and not any(sounds.values())
+    assert all(p.requires_grad for name, p in joined.named_parameters() if name not in sounds)
 
 
 @pytest.mark.whole
