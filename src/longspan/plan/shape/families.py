@@ -120,7 +120,7 @@ class Family:
 
 
 # Families that share one fact.
-_SHARED_ROWS = (
+_SHARED_ROWS: tuple[Mapping[str, Family], ...] = (
     dict.fromkeys(
         (
             "arcee",
