@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan import Layout, Plan, World, bind, prepare, run_step
-from longspan.data.shared_prefixes import find_families
+from longspan.data.shared_prefixes import find_prefix_trees
 from longspan.doctor.stock import compute_in_float64
 from longspan.testing import backend, run_ranks
 from longspan.train import StepResult
@@ -177,17 +177,17 @@ def shared_at_any_price(least_rows: int = 3) -> Iterator[list[int]]:
     found = list[int]()
 
     def find(documents: Any, **keywords: Any) -> Any:
-        families = find_families(documents, least_rows=least_rows, **keywords)
+        families = find_prefix_trees(documents, least_rows=least_rows, **keywords)
         found.append(len(families.lengths) - len(documents))
         return families
 
-    def plan_families(plan: Any, lengths: Any, families: Any, home: Layout, *, targets: int | None = None) -> Plan:
+    def plan_prefix_trees(plan: Any, lengths: Any, families: Any, home: Layout, *, targets: int | None = None) -> Plan:
         if families is None or max(families.parents) < 0:
             return plan(lengths, home, targets=targets)
         return plan(families.lengths, home, targets=targets, parents=families.parents)
 
     with (
-        patch("longspan.resolve.planner_config.find_families", find),
-        patch("longspan.train.families.plan_families", plan_families),
+        patch("longspan.resolve.planner_config.find_prefix_trees", find),
+        patch("longspan.train.prefix_sharing.plan_prefix_trees", plan_prefix_trees),
     ):
         yield found

@@ -176,10 +176,10 @@ def hierarchy() -> str:
 
 
 def families() -> str:
-    """Four answers to one prompt: as separate documents, as a family, and which rows of it see which keys."""
-    picture = Picture(1000, 300, "Four answers to one prompt, as separate documents and as a family")
+    """Four answers to one prompt: as separate documents, as a prefix tree, and which rows of it see which keys."""
+    picture = Picture(1000, 300, "Four answers to one prompt, as separate documents and as a prefix tree")
     picture.text(20, 24, "separate documents", "title")
-    picture.text(370, 24, "a family: the prompt once", "title")
+    picture.text(370, 24, "a prefix tree: the prompt once", "title")
     picture.text(730, 24, "rows (down) and keys", "title")
     picture.box(370, 110, 150, 34, "a", "prompt")
     for answer, color in enumerate(("b", "c", "d", "b")):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from longspan import Document, Layout, plan_fixed
-from longspan.data.shared_prefixes import find_families
+from longspan.data.shared_prefixes import find_prefix_trees
 from longspan.errors import DataError
 from longspan.plan.shape.positions import LengthLimit, length_class
 from longspan.train import ScoredDocument, SharedDocuments, share_prefixes
@@ -144,11 +144,11 @@ def test_families_above_max_rows_are_divided_or_left_separate_and_said():
     documents = [chat([*range(50), 60 + i, 61], 50) for i in range(10)]
     shared = share_prefixes(documents, least_rows=10, max_rows=58)
     assert len(shared) == 13 and shared.left_out == 1
-    assert repr(shared).endswith("1 in families above max_rows are left separate")
+    assert repr(shared).endswith("1 in prefix trees above max_rows are left separate")
     check_shared(documents, shared, 10, 58)
     assert share_prefixes(documents, least_rows=10, max_rows=54).left_out == 10
-    assert find_families(documents, 10, 58).too_large == (10, 49 + 10 * 3)
-    assert find_families(documents, 10, 79).too_large is None
+    assert find_prefix_trees(documents, 10, 58).too_large == (10, 49 + 10 * 3)
+    assert find_prefix_trees(documents, 10, 79).too_large is None
 
 
 @pytest.mark.parametrize("arguments", [{"least_rows": 0}, {"max_rows": 0}, {"least_rows": 1.5}, {"max_rows": True}])

@@ -12,8 +12,8 @@ from transformers import Trainer, TrainingArguments
 from trl import KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from longspan.plan import Cost
-from longspan.train import families
-from longspan.train.families import share_prefixes_where_faster
+from longspan.train import prefix_sharing
+from longspan.train.prefix_sharing import share_prefixes_where_faster
 from tests.hf.stock import CP2, Run, check_each, ours_each, stock_each, train_with_shared_prompts
 from tests.hf.test_grpo import grpo
 from tests.hf.test_scores import reward
@@ -97,7 +97,7 @@ def plans_of_one_prompt(run: Run, kind: Any, rows: int) -> None:
     """One step of so many rows; keeps whether each plan of it shares the prompt, priced as of a Qwen3-8B, and how often
     a line says so.
     """
-    families._LOGGED_SHARED.clear()  # cases share processes
+    prefix_sharing._LOGGED_SHARED.clear()  # cases share processes
     plans = list[bool]()
 
     def plan(*arguments: Any, **keywords: Any) -> Any:
@@ -108,7 +108,7 @@ def plans_of_one_prompt(run: Run, kind: Any, rows: int) -> None:
     with (
         patch("longspan.hf.steps.share_prefixes_where_faster", plan),
         patch("longspan.hf.resolve_trainer.find_run_cost", return_value=Cost()),
-        patch.object(families, "_log") as log,
+        patch.object(prefix_sharing, "_log") as log,
     ):
         if kind is Trainer:
             train_of_rows(run, rows_of_one_prompt(rows), rows=rows, steps=1).end()

@@ -100,7 +100,7 @@ def test_planners_keep_families_whole(planner, parts, slots, random):
     lengths, parents = tuple(lengths[old] for old in order), tuple(place[parents[old]] for old in order)
     home = Layout(slots)
     widest = 1 if planner == "fixed" and slots % 2 else 2
-    families = Request.from_arguments(lengths, home, PlanOptions(parents=parents)).families
+    families = Request.from_arguments(lengths, home, PlanOptions(parents=parents)).trees
     most = max(sum(lengths[d] for d in family) for family in families)
     cap = max(16, -(-most // (widest if slots > 1 else 1)))
     plan = PLANNERS[planner](lengths, home, max_tokens_per_slot=cap, parents=parents)  # checked

@@ -30,7 +30,7 @@ from longspan.model.seams.call_rules import CallRules
 from longspan.mtp import MtpLoss
 from longspan.plan.shape.sharing_rules import read_sharing_rules
 from longspan.train import PlannerConfig, SharedDocuments, share_prefixes
-from longspan.train.families import (
+from longspan.train.prefix_sharing import (
     _LOGGED_SHARED,
     _log_once,
     log_first_shared_prefixes,
@@ -147,7 +147,7 @@ def test_where_nobody_asked_documents_are_separate_and_a_line_says_why(caplog: p
         "planner 'padded' lays documents out alone",
         "max_tokens_per_slot lets a group hold 310 rows",
         "that is predicted to be faster",
-        "2 documents in 1 family: 299 of 610 tokens are computed once for all that begin with them",  # once
+        "2 documents in 1 prefix tree: 299 of 610 tokens are computed once for all that begin with them",  # once
     ]
 
 

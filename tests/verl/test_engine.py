@@ -129,7 +129,7 @@ def shared_by_plan(rank: int, folder: Path) -> tuple[list[bool], int]:
 
     from longspan import Document
     from longspan.plan import Cost
-    from longspan.train import families
+    from longspan.train import prefix_sharing
     from tests.verl import workers as w
 
     draw = np.random.default_rng(0)
@@ -138,7 +138,7 @@ def shared_by_plan(rank: int, folder: Path) -> tuple[list[bool], int]:
     documents = [Document(x, loss_mask=np.arange(len(x)) >= 300) for x in ids]
     engine = w.make_worker(w.write_model(folder), planner="fixed", context_parallel_size=1).engine
     data = w.make_batch(max_token_len_per_gpu=4096)
-    with patch.object(engine, "_cost", return_value=Cost()), patch.object(families, "_log") as log:
+    with patch.object(engine, "_cost", return_value=Cost()), patch.object(prefix_sharing, "_log") as log:
         plans = [engine._plan(documents[:count], data, forward_only=False)[1] for count in (2, 8, 8)]
     engine.world.close()
     lines = sum("computed once" in call.args[1] for call in log.warning.call_args_list)

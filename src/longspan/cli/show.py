@@ -24,7 +24,7 @@ from longspan.corpus.run_corpus import load_configured_tokenizer
 from longspan.corpus.sources.first_rows import read_file_rows, read_texts_for_tokenizer
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.document import NO_TARGET, Document
-from longspan.data.shared_prefixes import find_families
+from longspan.data.shared_prefixes import find_prefix_trees
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 from longspan.plain_text import escape_controls
@@ -39,7 +39,7 @@ def show_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows of each source: tokens with dots between, each run of targets marked, and both
     counts.
 
-    A row is shown as it is before it is cut or packed. At the end come the trees of families: the rows shown that begin
+    A row is shown as it is before it is cut or packed. At the end come the prefix trees: the rows shown that begin
     alike, where the run would compute their beginnings once. A tokenizer that the run would train is trained, and not
     kept. Raises DataError as the run does. A bad row raises it too, unless data.on_bad_row is "skip": then the row is
     shown with its reason.
@@ -62,7 +62,7 @@ def show_rows(config: RunConfig, count: int) -> None:
         rows = (row for file in source_files for row in read_file_rows(file, data.max_text_bytes))
         _show_source(islice(rows, count), encoding, data, marks, shown, depths)
     if depths is not None:
-        for line in _family_lines([document for _, document in shown], depths):
+        for line in _tree_lines([document for _, document in shown], depths):
             print(line)
 
 
@@ -106,9 +106,9 @@ def _show_source(
 
 def _find_repeated(document: Document, shown: Sequence[tuple[str, Document]], depths: int) -> tuple[int, str]:
     """(tokens that were shown before, place of the first row that has them)."""
-    families = find_families([*(other for _, other in shown), document], depths=depths)
+    trees = find_prefix_trees([*(other for _, other in shown), document], depths=depths)
     # What is the document's own is one part.
-    repeated = len(document) - families.lengths[len(shown)]
+    repeated = len(document) - trees.lengths[len(shown)]
     beginning = document.ids[:repeated]
     return repeated, next(where for where, other in (*shown, ("", document)) if _begins_with(other, beginning))
 
@@ -117,10 +117,10 @@ def _begins_with(document: Document, ids: Integers) -> bool:
     return np.array_equal(document.ids[: len(ids)], ids)
 
 
-def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
-    families = find_families(documents, depths=depths)
+def _tree_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
+    trees = find_prefix_trees(documents, depths=depths)
     branches = dict[int, list[int]]()
-    for number, parent in enumerate(families.parents):
+    for number, parent in enumerate(trees.parents):
         branches.setdefault(parent, []).append(number)
     # a part's number, what is drawn before it, and what is drawn before the parts that continue it
     waiting = [(number, "", "") for number in reversed(branches.get(-1, ())) if number in branches]
@@ -129,7 +129,7 @@ def _family_lines(documents: Sequence[Document], depths: int) -> Iterator[str]:
     while waiting:
         number, mark, margin = waiting.pop()
         name = f"shown as {number + 1}" if number < len(documents) else "prefix"
-        yield f"{mark}{name}, {plural(families.lengths[number], 'token')}"
+        yield f"{mark}{name}, {plural(trees.lengths[number], 'token')}"
         continued = branches.get(number, [])
         waiting += [(branch, f"{margin}└─ ", f"{margin}   ") for branch in continued[-1:]]
         waiting += [(branch, f"{margin}├─ ", f"{margin}│  ") for branch in reversed(continued[:-1])]

@@ -16,7 +16,7 @@ from longspan.plan.micro_batch import fit_level_sizes
 # Plans of these planners have one degree.
 ONE_DEGREE = ("padded", "fixed")
 # These planners keep documents that share prefixes in one group.
-FAMILY_PLANNERS = AUTO, "fixed", "dynamic"
+PREFIX_PLANNERS = AUTO, "fixed", "dynamic"
 # Another name is that of a function of the user's.
 PLANNERS = (*ONE_DEGREE, "dynamic")
 AnyPlan = TypeVar("AnyPlan", bound="PlanSection")

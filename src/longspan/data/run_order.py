@@ -8,10 +8,10 @@ import numpy.typing as npt
 
 from longspan.config.defaults import is_demo
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import FAMILY_PLANNERS
+from longspan.config.plan_section import PREFIX_PLANNERS
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import Corpus
-from longspan.data.shared_prefixes import find_families, group_documents
+from longspan.data.shared_prefixes import find_prefix_trees, group_documents
 from longspan.data.step_order import StepOrder, count_texts
 from longspan.data.stream import Mixture
 from longspan.errors import ConfigError
@@ -77,7 +77,7 @@ def make_step_order(
         sharing=corpus if may_share and rules is not None and not reasons else None,
         length_limits=rules.length_limits if rules is not None else (),
     )
-    if reasons and max(find_families(order.select(corpus, 0)).parents) >= 0:
+    if reasons and max(find_prefix_trees(order.select(corpus, 0)).parents) >= 0:
         log(
             f"documents that begin alike are computed whole, which {' and '.join(reasons)} needs"
             " (docs/shared-prefixes.md)"
@@ -93,7 +93,7 @@ def _group_by_prefix(corpus: Corpus, most_tokens: int, documents: Integers) -> l
 def _keys_against_sharing(config: RunConfig) -> list[str]:
     planner = config.context.planner
     is_against = {
-        f"context.planner {planner}": planner not in FAMILY_PLANNERS,
+        f"context.planner {planner}": planner not in PREFIX_PLANNERS,
         "lora.dropout": config.lora.dropout > 0,
     }
     return [name for name, holds in is_against.items() if holds]

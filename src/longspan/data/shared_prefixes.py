@@ -61,7 +61,9 @@ class SharedDocuments(Sequence[Any]):
         separate = sum(self.lengths[:count]) + sum(self.prefix_lengths)
         text = f"{plural(count, 'document')}, {plural(len(self) - count, 'shared prefix', 'es')}: "
         text += f"{sum(self.lengths):,} rows in place of {separate:,}"
-        return text + (f"; {self.left_out} in families above max_rows are left separate" if self.left_out else "")
+        return text + (
+            f"; {self.left_out} in prefix trees above max_rows are left separate" if self.left_out else ""
+        )
 
 
 def share_prefixes(
@@ -83,8 +85,8 @@ def share_prefixes(
     >>> run_step(model, plan, shared, world)  # doctest: +SKIP
 
     Prefixes may continue each other; each has at least `least_rows` rows beyond those of the prefix that it continues.
-    `max_rows` limits the rows of all documents that share some: a group's degree times max_tokens_per_slot. Families
-    with more are divided, and what fits no family stays separate. Only documents of token ids (`Document`,
+    `max_rows` limits the rows of all documents that share some: a group's degree times max_tokens_per_slot. Trees
+    with more are divided, and what fits no tree stays separate. Only documents of token ids (`Document`,
     `ScoredDocument`, those of a corpus) share; any other stays as it is. A prefix ends `depths` rows earlier, as its
     rows at a depth of multi-token prediction (`mtp=` of the step) read so many tokens ahead. Only documents share that
     have the same rotary frequencies, where these depend on lengths by `length_limits` (of `model.call_rules`). Raises
@@ -93,71 +95,71 @@ def share_prefixes(
     for name, value in (("least_rows", least_rows), ("max_rows", max_rows)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise DataError(f"{name} is {value!r}; give an integer of at least 1")
-    families = find_families(documents, least_rows, max_rows, depths, length_limits)
-    return cut_documents(documents, families.lengths, families.parents, families.left_out, depths=depths)
+    trees = find_prefix_trees(documents, least_rows, max_rows, depths, length_limits)
+    return cut_documents(documents, trees.lengths, trees.parents, trees.left_out, depths=depths)
 
 
-class Families(NamedTuple):
+class PrefixTrees(NamedTuple):
     """Rows and parents of documents once their prefixes, which stand behind them, are apart (`SharedDocuments`)."""
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     left_out: int = 0
-    too_large: "LargeFamily | None" = None  # the largest that was divided or left separate for the limit of rows
+    too_large: "LargeTree | None" = None  # the largest that was divided or left separate for the limit of rows
 
 
-class LargeFamily(NamedTuple):
-    """How many documents begin alike, and the rows that they would have as one family."""
+class LargeTree(NamedTuple):
+    """How many documents begin alike, and the rows that they would have as one prefix tree."""
 
     documents: int
     rows: int
 
 
-def find_families(
+def find_prefix_trees(
     documents: Sequence[Any],
     least_rows: int = LEAST_ROWS,
     max_rows: int | None = None,
     depths: int = 0,
     length_limits: Sequence[LengthLimit] = (),
-) -> Families:
+) -> PrefixTrees:
     """Find what `share_prefixes` cuts; of documents that begin unlike all others only the first ids are read."""
-    families = list[_Family]()
+    trees = list[_PrefixTree]()
     left_out = 0
-    too_large: LargeFamily | None = None
+    too_large: LargeTree | None = None
     for numbers, rows in _group_by_common_prefix(documents, least_rows, depths, length_limits):
         # Entry i counts the first rows that document i has in common with the one before.
         common = [0]
         common += (_common_rows(documents, rows, one, other, depths) for one, other in pairwise(numbers))
-        whole = _make_family(documents, numbers, common, least_rows)
+        whole = _make_tree(documents, numbers, common, least_rows)
         if max_rows is None or whole.rows <= max_rows:
-            families.append(whole)
+            trees.append(whole)
             continue
         if too_large is None or whole.rows > too_large.rows:
-            too_large = LargeFamily(len(numbers), whole.rows)
-        for family in _divide_into_families(documents, numbers, common, least_rows, max_rows):
-            if len(family.documents) > 1 and family.rows <= max_rows:
-                families.append(family)
+            too_large = LargeTree(len(numbers), whole.rows)
+        for tree in _divide_into_trees(documents, numbers, common, least_rows, max_rows):
+            if len(tree.documents) > 1 and tree.rows <= max_rows:
+                trees.append(tree)
             else:
-                left_out += len(family.documents)
+                left_out += len(tree.documents)
     lengths = [len(document) for document in documents]
     parents = [-1] * len(lengths)
-    # documents lose their prefixes, which are appended, family after family
-    for family in families:
+    # documents lose their prefixes, which are appended, tree after tree
+    for tree in trees:
         first = len(lengths)
-        for number, prefix in zip(family.documents, family.prefix, strict=True):
+        for number, prefix in zip(tree.documents, tree.prefix, strict=True):
             if prefix >= 0:
-                lengths[number] -= family.prefixes[prefix].end
+                lengths[number] -= tree.prefixes[prefix].end
                 parents[number] = first + prefix
-        for end, parent in family.prefixes:
-            lengths.append(end - _end(family.prefixes, parent))
+        for end, parent in tree.prefixes:
+            lengths.append(end - _end(tree.prefixes, parent))
             parents.append(first + parent if parent >= 0 else -1)
-    return Families(tuple(lengths), tuple(parents), left_out, too_large)
+    return PrefixTrees(tuple(lengths), tuple(parents), left_out, too_large)
 
 
 def cut_documents(
     documents: Sequence[Any], lengths: Sequence[int], parents: Sequence[int], left_out: int = 0, *, depths: int = 0
 ) -> SharedDocuments:
-    """Cut documents into rests and prefixes of these `lengths` and `parents`, which `Families` or a plan of theirs has.
+    """Cut documents into rests and prefixes of these `lengths` and `parents`, which `PrefixTrees` or a plan has.
 
     The rests of the documents come first, in their order, then the prefixes. No token is read.
     """
@@ -194,7 +196,7 @@ def _end(prefixes: Sequence[_Prefix], number: int) -> int:
     return prefixes[number].end if number >= 0 else 0
 
 
-class _Family(NamedTuple):
+class _PrefixTree(NamedTuple):
     """Documents by number, in the order of their ids, and their prefixes.
 
     `prefix` has for each document the index of the prefix that it continues (−1: none). `rows` are those of all
@@ -241,10 +243,10 @@ def _group_by_common_prefix(
             yield ordered, rows
 
 
-def _divide_into_families(
+def _divide_into_trees(
     documents: Sequence[Any], numbers: list[int], common: list[int], least: int, max_rows: int
-) -> Iterator[_Family]:
-    """`common[i]` are the rows that document i has in common with the one before. A family ends where it would have
+) -> Iterator[_PrefixTree]:
+    """`common[i]` are the rows that document i has in common with the one before. A tree ends where it would have
     more than `max_rows` rows if each document shared all of those with its neighbour. As prefixes have at least `least`
     rows, it may share less, and its `rows` may be more."""
     start = 0
@@ -252,12 +254,12 @@ def _divide_into_families(
     for index, number in enumerate(numbers):
         added = len(documents[number]) - (common[index] if index > start else 0)
         if index > start and total + added > max_rows:
-            yield _make_family(documents, numbers[start:index], common[start:index], least)
+            yield _make_tree(documents, numbers[start:index], common[start:index], least)
             start = index
             total = 0
             added = len(documents[number])
         total += added
-    yield _make_family(documents, numbers[start:], common[start:], least)
+    yield _make_tree(documents, numbers[start:], common[start:], least)
 
 
 def _common_rows(documents: Sequence[Any], rows: dict[int, int], one: int, other: int, depths: int) -> int:
@@ -295,7 +297,7 @@ def group_documents(documents: Sequence[Any], sources: npt.NDArray[Any], most_to
     return sorted(groups, key=min)
 
 
-def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int], least: int) -> _Family:
+def _make_tree(documents: Sequence[Any], numbers: list[int], common: list[int], least: int) -> _PrefixTree:
     """A prefix is what neighbours have in common, where that is `least` rows or more beyond the prefix that they
     continue."""
     prefixes = list[_Prefix]()
@@ -316,4 +318,4 @@ def _make_family(documents: Sequence[Any], numbers: list[int], common: list[int]
         waiting += [(cut, next_cut, inner) for cut, next_cut in pairwise(cuts)]
     rests = (len(documents[n]) - _end(prefixes, p) for n, p in zip(numbers, prefix, strict=True))
     shared = (end - _end(prefixes, parent) for end, parent in prefixes)
-    return _Family(numbers, prefix, prefixes, sum(rests) + sum(shared))
+    return _PrefixTree(numbers, prefix, prefixes, sum(rests) + sum(shared))

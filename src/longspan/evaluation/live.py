@@ -27,7 +27,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel, check_wo
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
 from longspan.resolve.planner_config import PlannerConfig
-from longspan.train.families import cached_plan, share_prefixes_where_faster
+from longspan.train.prefix_sharing import cached_plan, share_prefixes_where_faster
 from longspan.train.rows.gather_documents import bring_gathered_rows
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
 

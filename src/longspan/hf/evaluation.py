@@ -10,9 +10,9 @@ from longspan.data.document import Document
 from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
 from longspan.hf.refusals import has_cross_entropy_loss
-from longspan.train.families import cached_plan
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_step_batches, run_passes
+from longspan.train.prefix_sharing import cached_plan
 from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.step_inputs import check_step_arguments
 from longspan.train.terms.step_terms import encoder_terms

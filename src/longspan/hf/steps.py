@@ -48,9 +48,9 @@ from longspan.train import (
     token_log_probs,
     token_scores,
 )
-from longspan.train.families import log_first_shared_prefixes, share_prefixes_where_faster
 from longspan.train.gradient_norm import scale_to_norm
 from longspan.train.nonfinite import check_finite
+from longspan.train.prefix_sharing import log_first_shared_prefixes, share_prefixes_where_faster
 from longspan.train.step_end import sum_over_home_on_device, sums_stay_on_device
 
 _log = logging.getLogger(__name__)

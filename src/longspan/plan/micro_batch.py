@@ -20,7 +20,7 @@ class Group:
 
     `slots` in ring order; `documents` are ids into the plan's lengths, `lengths` their rows, in packed order.
     `cp_comm_type` is one string, or one per model layer. `pad_to` lays every document out as that many rows
-    (the classical padded batch); None lays each out as it is. `parents` make families (docs/shared-prefixes.md): of
+    (the classical padded batch); None lays each out as it is. `parents` make prefix trees (docs/shared-prefixes.md): of
     each document the index, in `documents`, of the one whose rows come before its own, −1 for none; a document stands
     behind its parent, and between both only descendants of the parent.
     """

@@ -320,7 +320,7 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
         )
     check_choice(f"{where}: partition", group.partition, PARTITIONS)
     if group.parents is not None:
-        _check_families(where, group)
+        _check_parents(where, group)
     try:
         if "a2a+p2p" in check_comm_types(group.cp_comm_type):
             check_hierarchical_sizes(group.hierarchical_context_parallel_sizes, group.degree)
@@ -328,7 +328,7 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
         raise PlanError(f"{where}: {error}") from None
 
 
-def _check_families(where: str, group: Group) -> None:
+def _check_parents(where: str, group: Group) -> None:
     """Each document stands behind its parent, with only descendants of the parent between both (as `Group` says)."""
     parents = group.parents or ()
     if len(parents) != len(group.documents) or {type(parent) for parent in parents} != {int}:
@@ -338,7 +338,7 @@ def _check_families(where: str, group: Group) -> None:
         )
     if group.pad_to is not None:
         raise PlanError(
-            f"{where} pads to {group.pad_to} rows and has parents; a family is packed: leave pad_to out"
+            f"{where} pads to {group.pad_to} rows and has parents; a prefix tree is packed: leave pad_to out"
         )
     path = list[int]()  # a stack: the document before this one on top, below it its parent, and so on
     for index, parent in enumerate(parents):

@@ -12,15 +12,15 @@ from typing import Any, Unpack
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import (
-    FAMILY_PLANNERS,
     ONE_DEGREE,
     PLANNERS,
+    PREFIX_PLANNERS,
     EvalConfig,
     PlanSection,
     name_of_key,
 )
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
-from longspan.data.shared_prefixes import Families, find_families
+from longspan.data.shared_prefixes import PrefixTrees, find_prefix_trees
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
@@ -263,24 +263,24 @@ class PlannerConfig:
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
-    def find_families(
+    def find_prefix_trees(
         self, documents: Sequence[Any], home: Layout, length_limits: Sequence[LengthLimit] = ()
-    ) -> Families | None:
+    ) -> PrefixTrees | None:
         """Find prefixes that documents share, as these plans may have them; None if no documents begin alike, and for a
         planner that takes none. Documents are read as far as they begin alike. `length_limits` are those of the model's
         rotary frequencies.
         """
-        if self.planner not in FAMILY_PLANNERS:
+        if self.planner not in PREFIX_PLANNERS:
             return None
-        most_rows = self.most_family_rows(home)
-        families = find_families(documents, max_rows=most_rows, depths=self.depths, length_limits=length_limits)
-        if families.left_out or families.parents != (-1,) * len(documents):
-            return families
+        most_rows = self.most_tree_rows(home)
+        trees = find_prefix_trees(documents, max_rows=most_rows, depths=self.depths, length_limits=length_limits)
+        if trees.left_out or trees.parents != (-1,) * len(documents):
+            return trees
         return None
 
-    def most_family_rows(self, home: Layout) -> int | None:
-        """Return the most rows that the documents of a family may have together: those of the widest group; None: no
-        limit.
+    def most_tree_rows(self, home: Layout) -> int | None:
+        """Return the most rows that the documents of a prefix tree may have together: those of the widest group; None:
+        no limit.
         """
         rows_of_slot = self.options.rows
         return rows_of_slot and rows_of_slot * self.widest_even_degree(home)
@@ -299,8 +299,8 @@ class PlannerConfig:
         """
         if documents is None:
             return self.plan(lengths, home, targets=targets)
-        families = self.find_families(documents, home, length_limits)
-        return plan_families(self.plan, lengths, families, home, targets=targets)
+        trees = self.find_prefix_trees(documents, home, length_limits)
+        return plan_prefix_trees(self.plan, lengths, trees, home, targets=targets)
 
     def home_options(self, home: Layout) -> PlanOptions:
         """Return the options of plans on a home: the cost is that of a slot of the home, and micro-batches come in
@@ -337,21 +337,21 @@ class PlannerConfig:
             self.plan((longest,), home)
 
 
-def plan_families(
+def plan_prefix_trees(
     plan: Callable[..., Plan],
     lengths: Sequence[int],
-    families: Families | None,
+    trees: PrefixTrees | None,
     home: Layout,
     *,
     targets: int | None = None,
 ) -> Plan:
-    """Return the plan of families, in which prefixes are computed once, or that of separate documents of these
+    """Return the plan of prefix trees, in which prefixes are computed once, or that of separate documents of these
     `lengths`, whichever is predicted to be faster. `plan` makes both, as `PlannerConfig.plan` does.
     """
     separate = plan(lengths, home, targets=targets)
-    if families is None or max(families.parents, default=-1) < 0:
+    if trees is None or max(trees.parents, default=-1) < 0:
         return separate
-    shared = plan(families.lengths, home, targets=targets, parents=families.parents)
+    shared = plan(trees.lengths, home, targets=targets, parents=trees.parents)
     return min(shared, separate, key=lambda plan: plan.predicted_seconds)
 
 

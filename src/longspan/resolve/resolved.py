@@ -24,7 +24,7 @@ from longspan.resolve.ways import (
     RankedWay,
     Ranking,
     Way,
-    family_notes,
+    prefix_tree_notes,
     rank_ways,
     set_usual_mode,
     with_node_size_of_machine,
@@ -138,7 +138,7 @@ def _resolve_by_best_way(config: RunConfig, ranking: Ranking) -> Resolved:
     best = ranking.best
     chosen = set_usual_mode(best.way.config)
     choice = best.way.choice
-    notes = [*best.notes, *family_notes(config, best)]
+    notes = [*best.notes, *prefix_tree_notes(config, best)]
     if config.context.planner == AUTO and not choice.has_one_degree:
         chosen = chosen.with_keys("context", context_parallel_size=1)  # a degree that was given does not count
     chosen = set_evaluation_rows(chosen, chosen.context.max_tokens_per_slot)

@@ -313,18 +313,19 @@ class Fit:
         return False, self.seconds * self.way.choice.least_gain, rows
 
 
-def family_notes(config: RunConfig, fit: Fit) -> Iterator[str]:
+def prefix_tree_notes(config: RunConfig, fit: Fit) -> Iterator[str]:
     """Yield a line where `config` leaves the rows of a slot open and the plans of the fit share prefixes: these rows,
-    chosen for them, limit families too.
+    chosen for them, limit prefix trees too.
     """
     way = fit.way
     home = way.facts.home
     rows = way.choice.options.rows
-    most = way.choice.most_family_rows(home)
+    most = way.choice.most_tree_rows(home)
     if config.context.max_tokens_per_slot == AUTO and rows and any(plan.parents is not None for plan in fit.plans):
         yield (
             f'context.max_tokens_per_slot "auto" is {rows:,} rows, chosen for steps that compute shared prefixes once: '
-            f"a family has at most {most:,} (× degree {way.choice.widest_even_degree(home)}), a larger one is divided"
+            f"a prefix tree has at most {most:,} (× degree {way.choice.widest_even_degree(home)}), a larger one is "
+            "divided"
         )
 
 

@@ -38,8 +38,8 @@ from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
 from longspan.run.warm_up import needs_warm_up, warm_up_coming_steps
 from longspan.run.watches import AllocatorWatch, SlowSlots, explain_out_of_memory
-from longspan.train.families import shared_prefixes_line
 from longspan.train.optim.schedule import Schedule
+from longspan.train.prefix_sharing import shared_prefixes_line
 from longspan.train.start.start_times import Starts
 
 
@@ -122,7 +122,7 @@ class Steps:
         if self._logged_divided or not is_first_rank(run.world):
             return
         documents = run.order.documents_to_share(step)
-        line = "" if documents is None else divided_families_line(run, documents)
+        line = "" if documents is None else divided_trees_line(run, documents)
         if line:
             self._log(f"step {step + 1}: {line}")
             self._logged_divided = True
@@ -188,22 +188,22 @@ class Steps:
         return stopped, save_on, bool(minutes_over)
 
 
-def divided_families_line(run: TrainingRun, documents: CorpusDocuments) -> str:
+def divided_trees_line(run: TrainingRun, documents: CorpusDocuments) -> str:
     """Say which documents of a step begin alike and have more rows together than a group holds; "" for none."""
     choice = run.training_choice
     home = run.world.home
-    most = choice.most_family_rows(home)
-    # no family has more rows than its documents
+    most = choice.most_tree_rows(home)
+    # no tree has more rows than its documents
     if most is None or sum(documents.lengths) <= most:
         return ""
-    families = choice.find_families(documents, home, run.order.length_limits)
-    if families is None or families.too_large is None:
+    trees = choice.find_prefix_trees(documents, home, run.order.length_limits)
+    if trees is None or trees.too_large is None:
         return ""
-    count, rows = families.too_large
+    count, rows = trees.too_large
     return (
-        f"{plural(count, 'document')} that begin alike have {rows:,} rows as one family, and a group holds {most:,} "
-        f"(context.max_tokens_per_slot {choice.options.rows:,} × degree {choice.widest_even_degree(home)}): they are "
-        "divided, or trained as separate documents (docs/shared-prefixes.md)"
+        f"{plural(count, 'document')} that begin alike have {rows:,} rows as one prefix tree, and a group holds "
+        f"{most:,} (context.max_tokens_per_slot {choice.options.rows:,} × degree {choice.widest_even_degree(home)}): "
+        "they are divided, or trained as separate documents (docs/shared-prefixes.md)"
     )
 
 

@@ -48,7 +48,7 @@ from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import CostSettings
 from longspan.resolve.ways import fastest_plan
 from longspan.train import MicroBatchLoss, MicroBatchTokens, clip_grad_norm, run_step, token_log_probs, token_scores
-from longspan.train.families import log_first_shared_prefixes, share_prefixes_where_faster
+from longspan.train.prefix_sharing import log_first_shared_prefixes, share_prefixes_where_faster
 from longspan.verl.samples import Samples, pad_answers, read_samples
 from longspan.verl.settings import LongspanEngineConfig
 

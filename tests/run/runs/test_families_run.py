@@ -22,7 +22,7 @@ from longspan.cli.plans.gpus import choose_gpus
 from longspan.cli.show import show_rows
 from longspan.config.sections import RunConfig
 from longspan.data.corpus_documents import Corpus
-from longspan.data.shared_prefixes import cut_documents, find_families
+from longspan.data.shared_prefixes import cut_documents, find_prefix_trees
 from longspan.errors import ConfigError, LongspanError
 from longspan.evaluation.evaluate_saved import evaluate_saved
 from longspan.evaluation.request import EvalRequest, Subject, find_saved_weights
@@ -131,7 +131,9 @@ def test_questions_on_few_texts_are_trained_as_separate_documents(alone: tuple[R
     whole = plans_of(separate)[0].lengths
     assert plan.parents is not None and plan.targets == plans_of(separate)[0].targets
     assert plan.spared_rows == sum(whole) - plan.tokens > sum(whole) / 2
-    line = re.search(r"step 1: (\d+) documents in (\d) families: ([\d,]+) of ([\d,]+) tokens are computed once", said)
+    line = re.search(
+        r"step 1: (\d+) documents in (\d) prefix trees: ([\d,]+) of ([\d,]+) tokens are computed once", said
+    )
     assert line is not None, said
     assert said.count("computed once") == 1
     assert int(line[2]) == TEXTS and line[4] == f"{sum(whole):,}"
@@ -216,7 +218,7 @@ def test_a_family_above_the_cap_is_said_once(alone: tuple[RunConfig, RunConfig, 
     assert most > cap and len(plans_of(divided)) == 2
     assert said.count("begin alike") == 1
     assert (
-        f"step 1: {rows[most]} documents that begin alike have {most} rows as one family, and a group holds 300 "
+        f"step 1: {rows[most]} documents that begin alike have {most} rows as one prefix tree, and a group holds 300 "
         "(context.max_tokens_per_slot 300 × degree 1): they are divided, or trained as separate documents"
     ) in said, said
     assert "begin alike" not in alone[2]
@@ -241,7 +243,7 @@ def test_documents_of_a_corpus_are_planned_and_cut_as_those_in_memory(alone: tup
     documents = corpus.select(range(len(corpus)))
     rows = [np.arange(len(d)) for d in documents]
     in_memory = [Document(d[at], labels=d.labels(at)) for d, at in zip(documents, rows, strict=True)]
-    families = find_families(documents)
+    families = find_prefix_trees(documents)
     expected = share_prefixes(in_memory)
     shared = cut_documents(documents, families.lengths, families.parents)
     assert (shared.parents, shared.lengths, shared.targets) == (expected.parents, expected.lengths, expected.targets)

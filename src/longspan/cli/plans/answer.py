@@ -46,10 +46,10 @@ from longspan.resolve.ways import (
     Fit,
     Ranking,
     Way,
-    family_notes,
     find_longest,
     fit_way,
     leanest_fit,
+    prefix_tree_notes,
     with_node_size_of_machine,
 )
 from longspan.run.checks import check_config, check_longest_training_document, check_paths_exist
@@ -489,7 +489,7 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
     fits = best.seconds is not None
     larger = None
     if fits:
-        notes += [*best.notes, *family_notes(run.config, best)]
+        notes += [*best.notes, *prefix_tree_notes(run.config, best)]
     else:
         larger = _fit_more_gpus(run, facts)
     # A model may have no tower whose work is known.

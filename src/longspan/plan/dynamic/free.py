@@ -118,7 +118,7 @@ class _Queues:
         fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
         queue = int(ends.argmin())
-        is_pack = len(self.problem.documents[item]) > 1 and not self.problem.families[item]
+        is_pack = len(self.problem.documents[item]) > 1 and not self.problem.trees[item]
         may_be_shared = ends[queue] > goal and not is_pack
         order = np.argsort(self.end, kind="stable")[: MOST_QUEUES if may_be_shared else 0]
         best = None

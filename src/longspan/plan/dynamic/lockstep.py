@@ -257,15 +257,15 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
 class DegreeTable:
     """Seconds and rows of a document in a group of its own, for classes of lengths and all degrees worth considering.
 
-    Only single documents and families of enough work have a class: others are never long. A class has the longest of
-    its lengths, and the most squares.
+    Only single documents and prefix trees of enough work have a class: others are never long. A class has the longest
+    of its lengths, and the most squares.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        too_long_for_bins = problem.families & (problem.tokens > problem.widest_run * problem.cap)
+        too_long_for_bins = problem.trees & (problem.tokens > problem.widest_run * problem.cap)
         may_be_long = (problem.work >= problem.least_long_work) | too_long_for_bins
-        may_be_long &= problem.families | (problem.squares == problem.tokens**2)
+        may_be_long &= problem.trees | (problem.squares == problem.tokens**2)
         cost = problem.request.cost
         longest = _longest_by_class(np.unique(problem.tokens[may_be_long]))  # (classes,) tokens
         # (items,) −1: never long

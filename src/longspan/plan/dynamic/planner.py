@@ -151,7 +151,7 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
 
 
 def _sort_documents(batch: MicroBatch) -> MicroBatch:
-    """Longest first, of equal length by id; families keep their order, parents first."""
+    """Longest first, of equal length by id; trees keep their order, parents first."""
     groups: list[Group] = []
     for group in batch.groups:
         if group.parents is not None:

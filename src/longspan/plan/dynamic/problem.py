@@ -1,6 +1,6 @@
 """The documents and slots of one step as the dynamic planner sees them: items, longest first, and blocks of slots.
 
-An item is a document, a family of documents that share a prefix, or a pack of very short ones that stay together so
+An item is a document, a tree of documents that share prefixes, or a pack of very short ones that stay together so
 that planning a batch of tiny documents takes no longer. A block is a run of slots inside one node (or of several nodes,
 if min_cp is above the node size), from which groups take free ones.
 """
@@ -35,7 +35,7 @@ class Problem:
     def __init__(self, request: Request, degrees: DegreeSet) -> None:
         self.request = request
         self.degrees = degrees
-        rows, squares = request.family_sizes
+        rows, squares = request.tree_sizes
         order = np.argsort(-rows, kind="stable")
         cap = int(rows.sum()) if request.rows is None else request.rows
         self.cap = cap  # rows of a slot, in whole row multiples
@@ -56,12 +56,12 @@ class Problem:
             tokens = tokens[rank]
             squares = squares[rank]
         self.tokens: Integers = tokens  # (items,) with the rows that prefixes share once
-        self.squares: Integers = squares  # (items,) sum of squared document lengths; see `Request.family_sizes`
-        # (items,) whether it is a family
-        self.families: Flags = np.array([len(item) == 1 and len(request.families[item[0]]) > 1 for item in items])
+        self.squares: Integers = squares  # (items,) sum of squared document lengths; see `Request.tree_sizes`
+        # (items,) whether it is a prefix tree
+        self.trees: Flags = np.array([len(item) == 1 and len(request.trees[item[0]]) > 1 for item in items])
         # ids of the documents of each item
         self.documents: tuple[tuple[int, ...], ...] = tuple(
-            tuple(chain.from_iterable(request.families[i] for i in item)) for item in items
+            tuple(chain.from_iterable(request.trees[i] for i in item)) for item in items
         )
         # first slot and number of slots
         self.blocks: tuple[tuple[int, int], ...] = divide_into_blocks(

@@ -125,7 +125,7 @@ def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, 
 
 class Packer:
     """Documents longest first, and the groups of `cp` slots, which divide those of the request, that they can go to; a
-    family counts as one document here.
+    tree counts as one document here.
 
     An *assignment* is an array (documents,) with the place of each document, in that order: micro-batch x groups +
     group. A *bin* holds the documents of one place, before it is decided which place that is.
@@ -134,12 +134,12 @@ class Packer:
     def __init__(self, request: Request, cp: int) -> None:
         self.request = request
         self.cp = cp
-        rows, squares = request.family_sizes
+        rows, squares = request.tree_sizes
         self.order: Integers = np.argsort(-rows, kind="stable")  # ids, longest first, equal lengths by id
         lengths = rows[self.order]
         # Lengths, squares and work are in that order.
         self.lengths: list[int] = lengths.tolist()
-        # Squares of families are those of `Request.family_sizes`.
+        # Squares of trees are those of `Request.tree_sizes`.
         self.squares: Integers = squares[self.order]
         self.work: list[float] = request.cost.work_seconds(lengths, self.squares).tolist()  # seconds
         self.room: int = (
@@ -193,7 +193,7 @@ class Packer:
         assignment = min(self.assignments_to_price(), key=self.seconds) if assignment is None else assignment
         documents_of = defaultdict[int, list[int]](list)
         for item, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
-            documents_of[place] += self.request.families[item]
+            documents_of[place] += self.request.trees[item]
         batches: list[list[Group]] = [[] for _ in range(self._count_micro_batches(assignment))]
         for place in sorted(documents_of):
             m, g = divmod(place, self.groups)

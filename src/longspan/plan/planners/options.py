@@ -51,8 +51,8 @@ class PlanOptions:
     allow_empty: bool = True
     """No documents give a step of dummy micro-batches; False: they are an error."""
     parents: Sequence[int] | None = None
-    """Of each document the one whose rows come before its own, -1 for none (`share_prefixes`); such a family stays in
-    one group. None: no documents share a prefix."""
+    """Of each document the one whose rows come before its own, -1 for none (`share_prefixes`); such a prefix tree stays
+    in one group. None: no documents share a prefix."""
 
     def __post_init__(self) -> None:
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "parents"):

@@ -53,7 +53,7 @@ class Request(PlanOptions):
         if max(request.parents or (), default=-1) < 0:  # no document continues another
             request = replace(request, parents=None)
         else:
-            check_work_fits_int64(len(documents), int(request.family_sizes[0].max()))
+            check_work_fits_int64(len(documents), int(request.tree_sizes[0].max()))
         # One tensor-parallel rank has so many heads; 0: unknown.
         heads = (options.heads or 0) // home.tp
         sizes = options.hierarchical_context_parallel_sizes
@@ -65,9 +65,9 @@ class Request(PlanOptions):
         return replace(request, cost=cost)
 
     @cached_property
-    def families(self) -> tuple[tuple[int, ...], ...]:
-        """The documents of each family, each before those that continue it; a document that shares no prefix is a
-        family by itself. Raises PlanError for parents that go in a circle.
+    def trees(self) -> tuple[tuple[int, ...], ...]:
+        """The documents of each prefix tree, each before those that continue it; a document that shares no prefix is a
+        tree by itself. Raises PlanError for parents that go in a circle.
         """
         if self.parents is None:
             return tuple((document,) for document in range(len(self.lengths)))
@@ -76,39 +76,39 @@ class Request(PlanOptions):
         for document, parent in enumerate(parents):
             if parent >= 0:
                 branches[parent].append(document)
-        families = list[tuple[int, ...]]()
+        trees = list[tuple[int, ...]]()
         for root in (document for document, parent in enumerate(parents) if parent < 0):
-            family = list[int]()
+            tree = list[int]()
             waiting = [root]  # a stack: a document's branches follow it, the first one at once
             while waiting:
-                family.append(waiting.pop())
-                waiting += reversed(branches[family[-1]])
-            families.append(tuple(family))
-        if in_circle := set(range(len(parents))).difference(*families):
+                tree.append(waiting.pop())
+                waiting += reversed(branches[tree[-1]])
+            trees.append(tuple(tree))
+        if in_circle := set(range(len(parents))).difference(*trees):
             raise PlanError(
                 f"the parents of document {min(in_circle)} go in a circle; a first one has the parent -1"
             )
-        return tuple(families)
+        return tuple(trees)
 
     @cached_property
     def bases(self) -> Integers:
         """How many rows come before each document's own, as in `Group.bases` (documents,)."""
         parents = self.parents or ()
         bases = np.zeros(len(self.lengths), dtype=np.int64)
-        for document in chain.from_iterable(family[1:] for family in self.families):
+        for document in chain.from_iterable(tree[1:] for tree in self.trees):
             bases[document] = bases[parents[document]] + self.lengths[parents[document]]
         return bases
 
     @cached_property
-    def family_sizes(self) -> tuple[Integers, Integers]:
-        """Two arrays (families,): the rows of each family, and the squares that price its attention, which are twice
+    def tree_sizes(self) -> tuple[Integers, Integers]:
+        """Two arrays (trees,): the rows of each tree, and the squares that price its attention, which are twice
         the (row, key) pairs that are seen.
         """
         lengths = np.array(self.lengths, dtype=np.int64)
         if self.parents is None:
             return lengths, lengths * lengths
-        order = np.fromiter(chain.from_iterable(self.families), np.int64, len(lengths))
-        first = np.cumsum([0, *map(len, self.families[:-1])])  # where each family begins in this order
+        order = np.fromiter(chain.from_iterable(self.trees), np.int64, len(lengths))
+        first = np.cumsum([0, *map(len, self.trees[:-1])])  # where each tree begins in this order
         squares = lengths * (lengths + 2 * self.bases)
         return np.add.reduceat(lengths[order], first), np.add.reduceat(squares[order], first)
 
@@ -153,12 +153,13 @@ class Request(PlanOptions):
         return degrees
 
     def check_longest(self, cp: int, limit: str = "") -> None:
-        """Raise LongDocumentError if the longest document, or family, does not fit cp slots. `limit` is the advice that
-        the error gives in place of "raise cp", where a planner's cp cannot be higher; so it is where cp has all slots.
+        """Raise LongDocumentError if the longest document, or prefix tree, does not fit cp slots. `limit` is the advice
+        that the error gives in place of "raise cp", where a planner's cp cannot be higher; so it is where cp has all
+        slots.
         """
         if self.rows is None or not self.lengths:
             return
-        longest = int(self.family_sizes[0].max())
+        longest = int(self.tree_sizes[0].max())
         if longest <= self.rows * cp:
             return
         too_long = sum(length > self.rows * cp for length in self.lengths)
@@ -166,9 +167,9 @@ class Request(PlanOptions):
         multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
         limit = limit or ("raise cp" if cp < self.slots else "use a home of more slots")
         if self.parents is not None:
-            family = self.families[int(self.family_sizes[0].argmax())]
+            tree = self.trees[int(self.tree_sizes[0].argmax())]
             raise LongDocumentError(
-                f"document {family[0]} and {plural(len(family) - 1, 'document')} that continue it have {longest} rows, "
+                f"document {tree[0]} and {plural(len(tree) - 1, 'document')} that continue it have {longest} rows, "
                 f"more than the {self.rows * cp} that cp {cp} x max_tokens_per_slot {self.max_tokens_per_slot} "
                 f"hold{multiple}; raise max_tokens_per_slot to {rows}, {limit}, or give "
                 f"share_prefixes(documents, max_rows={self.rows * cp})"
@@ -306,10 +307,10 @@ def _check_parent_numbers(parents: Sequence[int], count: int) -> None:
 
 
 def longest_item(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
-    """Return the rows of the longest document, or of the largest family of documents that share prefixes, which one
-    group takes. Raises what `Request.from_arguments` raises.
+    """Return the rows of the longest document, or of the largest prefix tree, which one group takes.
+    Raises what `Request.from_arguments` raises.
     """
-    return int(Request.from_arguments(lengths, home, options).family_sizes[0].max())
+    return int(Request.from_arguments(lengths, home, options).tree_sizes[0].max())
 
 
 def check_degree_suits_heads(request: Request, degree: int) -> None:

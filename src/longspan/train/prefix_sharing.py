@@ -19,7 +19,7 @@ from longspan.layout import Layout
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
 from longspan.plan.shape.model_shape import ModelShape, model_flops
-from longspan.resolve.planner_config import FAMILY_PLANNERS, PlannerConfig, plan_families
+from longspan.resolve.planner_config import PREFIX_PLANNERS, PlannerConfig, plan_prefix_trees
 
 _log = logging.getLogger(__name__)
 _LOGGED_SHARED = threading.Event()
@@ -46,25 +46,25 @@ def share_prefixes_where_faster(
     rules = call_rules(model)
     features = rules.separate_features(training=training)
     reasons = [f"{rules.architecture} has {name}" for name in features]
-    family_choice = choice
-    if choice.planner not in FAMILY_PLANNERS:
+    sharing_choice = choice
+    if choice.planner not in PREFIX_PLANNERS:
         reasons.append(f"planner {choice.planner!r} lays documents out alone")
-        family_choice = replace(choice, planner=AUTO)  # still looks for families, to log why they are not used
-    families = family_choice.find_families(documents, world.home, rules.length_limits)
+        sharing_choice = replace(choice, planner=AUTO)  # still looks for prefix trees, to log why they are not used
+    trees = sharing_choice.find_prefix_trees(documents, world.home, rules.length_limits)
     plan = plan or partial(cached_plan, choice)
-    family_plan = plan_families(plan, lengths, None if reasons else families, world.home, targets=targets)
-    if families is not None and not reasons:
-        if families.left_out:
+    sharing_plan = plan_prefix_trees(plan, lengths, None if reasons else trees, world.home, targets=targets)
+    if trees is not None and not reasons:
+        if trees.left_out:
             reasons.append(
-                f"max_tokens_per_slot lets a group hold {family_choice.most_family_rows(world.home):,} rows"
+                f"max_tokens_per_slot lets a group hold {sharing_choice.most_tree_rows(world.home):,} rows"
             )
-        elif family_plan.parents is None:
+        elif sharing_plan.parents is None:
             reasons.append("that is predicted to be faster")
-    if families is not None and reasons and world.rank == 0:
+    if trees is not None and reasons and world.rank == 0:
         _log_once(" and ".join(reasons))
-    if family_plan.parents is None:
-        return documents, family_plan
-    return cut_documents(documents, family_plan.lengths, family_plan.parents, depths=choice.depths), family_plan
+    if sharing_plan.parents is None:
+        return documents, sharing_plan
+    return cut_documents(documents, sharing_plan.lengths, sharing_plan.parents, depths=choice.depths), sharing_plan
 
 
 def shared_prefixes_line(plan: Plan, shape: ModelShape | None) -> str:
@@ -73,10 +73,10 @@ def shared_prefixes_line(plan: Plan, shape: ModelShape | None) -> str:
     whole = plan.whole_documents
     branches = [document for document in whole if parents[document] >= 0]
     prefixes = [document for document in range(len(parents)) if document not in set(whole)]
-    families = sum(parents[prefix] < 0 for prefix in prefixes)
+    trees = sum(parents[prefix] < 0 for prefix in prefixes)
     rows = sum(plan.lengths[prefix] for prefix in prefixes)
     line = (
-        f"{plural(len(branches), 'document')} in {families} {'family' if families == 1 else 'families'}: {rows:,} of "
+        f"{plural(len(branches), 'document')} in {plural(trees, 'prefix tree')}: {rows:,} of "
         f"{plan.tokens + plan.spared_rows:,} tokens are computed once for all that begin with them"
     )
     if shape is not None:
