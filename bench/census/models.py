@@ -129,7 +129,10 @@ def head_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
         softcap = bool(values.get("attn_logit_softcapping"))
         has_window = kind in ("sliding_attention", *_WITH_ENTRIES)
         entry = {"query": query, "value": value, "window": has_window, "softcap": softcap}
-        entry |= {"indexed": True} if kind in _INDEXED else {}
+        if kind in _INDEXED:
+            key = _INDEXED[kind]
+            # Without a number in its default configuration a class has that of the published models.
+            entry |= {"indexed": True} | ({"block_size": values[key] or 4} if key in values else {})
         kinds += [entry] if query and entry not in kinds else []
         # Beside a window of rows, entries are chosen as latents are.
         chosen = entry | {"window": False, "indexed": True, "latents": True}
@@ -137,7 +140,8 @@ def head_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return kinds
 
 
-_INDEXED = ("indexed_attention", "minimax_m3_sparse")
+# How many keys each of the blocks has that rows of such layers choose, by the key of a configuration.
+_INDEXED = {"indexed_attention": "indexer_compress_ratio", "minimax_m3_sparse": "index_block_size"}
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "attention", *_INDEXED)
 _WITH_ENTRIES = ("compressed_sparse_attention", "heavily_compressed_attention")
 

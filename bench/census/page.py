@@ -136,7 +136,9 @@ def kernel_of(kind: Mapping[str, Any]) -> str:
     softcap = 1.0 if kind["softcap"] else None
     gpu = torch.device("cuda")
     mask = Mask(window=window)
-    chosen = {"indexed": kind.get("indexed", False), "latents": kind.get("latents", False)}
+    chosen = {name: kind.get(name, False) for name in ("indexed", "latents")} | {
+        "block_size": kind.get("block_size", 1)
+    }
     call = AttendCall(1, 1, query, value, torch.bfloat16, gpu, mask, softcap=softcap, **chosen)
     known = [
         replace(kernel, unsupported_reason=lambda device: "") for kernel in KERNELS if not kernel.one_document_only

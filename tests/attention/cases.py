@@ -113,7 +113,9 @@ class Question:
     scale: float | None = None
     sinks: bool = False
     dropout: float = 0.0
-    indices: int = 0  # so many positions that each row has chosen, 0: none
+    indices: int = 0  # so many positions, or blocks, that each row has chosen, 0: none
+    block_size: int = 1
+    by_head: bool = False  # a choice for each key/value head
     spans: int = 0  # rows of runs that see each other, one row between two of them; 0: none
     span_mask: str = "later"
     seed: int = 0
@@ -165,6 +167,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout, sinks, spans": {"dropout": 0.3, "sinks": True, "spans": 4},
     "full, softcap, dropout, sinks": {"causal": False, "softcap": 2.0, "dropout": 0.1, "sinks": True},
     "indices, sinks": {"indices": 6, "sinks": True},
+    "blocks, sinks": {"indices": 3, "block_size": 4, "sinks": True},
+    "blocks by head, window": {"indices": 2, "block_size": 5, "by_head": True, "window": 17},
     "indices, window, dropout": {"indices": 9, "window": 11, "dropout": 0.2, "scale": -0.4},
 }
 AXES: dict[str, Sequence[Any]] = {
@@ -232,16 +236,26 @@ def tensors(question: Question, slots: int, rows: int) -> list[Tensor]:
     return [*(x.to(dtype) for x in made), sinks.to(torch.float32 if dtype == torch.bfloat16 else dtype, copy=True)]
 
 
-def chosen_positions(question: Question, lengths: tuple[int, ...]) -> Tensor | None:
-    """Of every packed row, positions in its document in any order (S, k): some that it does not see, some −1."""
+def choices(question: Question, lengths: tuple[int, ...], kv_heads: int) -> Tensor | None:
+    """Of every packed row, positions in its document, or blocks of them, in any order (S, k), or (S, K, k): some that
+    it does not see, some −1."""
     if not question.indices:
         return None
     random = np.random.default_rng(question.seed)
-    rows = np.full((sum(lengths), question.indices), -1, dtype=np.int32)
+    heads = kv_heads if question.by_head else 1
+    rows = np.full((sum(lengths), heads, question.indices), -1, dtype=np.int32)
     for row, length in enumerate(np.repeat(lengths, lengths)):
-        positions = random.permutation(np.arange(-2, length + 1))[: question.indices]
-        rows[row, : len(positions)] = np.where((positions >= 0) & (positions < length), positions, -1)
-    return torch.from_numpy(rows)
+        count = -(-length // question.block_size)
+        for head in range(heads):
+            chosen = random.permutation(np.arange(-2, count + 1))[: question.indices]
+            rows[row, head, : len(chosen)] = np.where((chosen >= 0) & (chosen < count), chosen, -1)
+    return torch.from_numpy(rows if question.by_head else rows[:, 0])
+
+
+def positions_of(choices: Tensor, block_size: int) -> Tensor:
+    """The positions (S, k · m) of chosen blocks (S, k), −1 for none."""
+    positions = choices[..., None] * block_size + torch.arange(block_size)
+    return positions.masked_fill(choices[..., None] < 0, -1).flatten(1)
 
 
 @lru_cache(maxsize=2)
@@ -250,16 +264,26 @@ def wanted(question: Question, slots: int, lengths: tuple[int, ...]) -> list[Ten
     *qkv, dout, sinks = tensors(question, slots, sum(lengths))
     leaves = [x.double().detach().requires_grad_() for x in (*qkv, sinks)]
     q, k, v = leaves[:3]
-    out = dense_attention(
-        *(q, torch.cat((v, k), -1) if question.heads.startswith("latents") else k, v),
-        lengths,
-        sinks=leaves[3] if question.sinks else None,
-        factors=dropout_factors(question) if question.dropout else None,
-        spans=question.spans_of(lengths) if question.spans and question.span_mask != "none" else None,
-        whole_spans=question.span_mask == "whole",
-        indices=chosen_positions(question, lengths),
-        **question.options,
-    )
+    indices = choices(question, lengths, k.shape[1])
+    group = q.shape[1] // k.shape[1]
+    outs = list[Tensor]()
+    for head in range(k.shape[1] if question.by_head else 1):
+        kv = slice(head, head + 1) if question.by_head else slice(None)
+        heads = slice(head * group, (head + 1) * group) if question.by_head else slice(None)
+        chosen = indices[:, head] if indices is not None and question.by_head else indices
+        key, value = k[:, kv], v[:, kv]
+        out = dense_attention(
+            *(q[:, heads], torch.cat((value, key), -1) if question.heads.startswith("latents") else key, value),
+            lengths,
+            sinks=leaves[3][heads] if question.sinks else None,
+            factors=dropout_factors(question) if question.dropout else None,
+            spans=question.spans_of(lengths) if question.spans and question.span_mask != "none" else None,
+            whole_spans=question.span_mask == "whole",
+            indices=None if chosen is None else positions_of(chosen, question.block_size),
+            **question.options,
+        )
+        outs.append(out)
+    out = torch.cat(outs, 1)
     out.backward(dout.double())
     return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
 
@@ -290,12 +314,13 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     *qkv, dout, sinks = (x.to(shard.device) for x in tensors(question, slots, shard.tokens))
     leaves = [x.requires_grad_() for x in (*(shard.scatter(x) for x in qkv), sinks)]
     sink_leaf = leaves[3] if question.sinks else None
-    indices = chosen_positions(question, shard.micro_batch.lengths)
+    indices = choices(question, shard.micro_batch.lengths, qkv[1].shape[1])
     indices = None if indices is None else shard.scatter(indices.to(shard.device))
 
     options: dict[str, Any] = {
         "cp_comm_type": way.kind,
         "latents": question.heads.startswith("latents"),
+        "block_size": question.block_size,
         "kernel": way.kernel,
         "spans": question.span_mask,
     }

@@ -149,6 +149,9 @@ def dense_with_lse(q, k, v, sinks, lengths, window):
     return torch.cat(outs), torch.cat(sums)
 
 
+A2A = ("a2a", "a2a+p2p")
+
+
 def lse_errors(world):
     """By type and what the loss is a function of: the worst error of gradients of q, k, v and sinks."""
     errors = {}
@@ -162,12 +165,13 @@ def lse_errors(world):
         leaves = [x.clone().requires_grad_() for x in (*tensors, logits)]
         exact = dense_with_lse(*leaves, lengths, window)
         sum(share * (x * w).sum() for share, x, w in zip(shares, exact, weights, strict=True)).backward()
-        for kind in ("p2p", "all_gather", "auto"):
+        for kind, slice_bytes in (("p2p", 1), ("all_gather", 1), ("auto", 1), *itertools.product(A2A, (0, 1 << 30))):
             options = {"window": window, "cp_comm_type": kind, "with_lse": True}
             local = [*leaves_of(shard, tensors), logits.clone().to(shard.device).requires_grad_()]
 
             def call(q, k, v, sinks, options=options):
-                return attend(q, k, v, shard, sinks=sinks, **options)
+                with patch.object(all_to_all, "SLICE_BYTES", slice_bytes):
+                    return attend(q, k, v, shard, sinks=sinks, **options)
 
             found = checkpoint(call, *local, use_reentrant=False, context_fn=Recording().contexts)
             parts = [shard.scatter(x.to(shard.device)) for x in weights]
@@ -180,7 +184,7 @@ def lse_errors(world):
                 *(x.grad - shard.scatter(y.grad.to(x.device)) for x, y in zip(local[:3], leaves, strict=False)),
                 torch.tensor(sinks_gradient, dtype=torch.float64) - leaves[3].grad,
             ]
-            errors[name, window, kind] = max(x.detach().abs().max().item() for x in differences)
+            errors[name, window, kind, slice_bytes] = max(x.detach().abs().max().item() for x in differences)
     return errors
 
 

@@ -18,7 +18,15 @@ from longspan import Layout, World, attend, bind
 from longspan.attention import KERNELS, AttendCall, all_to_all, choose_kernel
 from longspan.attention.blocks import Partial, RowSum, add_block, block_gradients, sum_addends
 from longspan.attention.call import Saved
-from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash, triton_flash, triton_gathered
+from longspan.attention.kernels import (
+    cpu_flash,
+    cudnn,
+    reference,
+    torch_flash,
+    triton_blocks,
+    triton_flash,
+    triton_gathered,
+)
 from longspan.attention.kernels.table import find_kernel
 from longspan.attention.kernels.triton_flash import BlockSizes
 from longspan.attention.masks import Mask, tilings_between
@@ -30,7 +38,7 @@ from longspan.errors import AttentionError
 from longspan.layout import Partition
 from longspan.plan import Group
 from longspan.testing import backend, run_ranks
-from tests.attention.cases import KEYS_ARE_VALUES, WAYS, Question, cases_of, micro_batch, run_cases
+from tests.attention.cases import KEYS_ARE_VALUES, WAYS, Question, Way, cases_of, micro_batch, run_cases
 from tests.attention.test_attend import TYPES, needs
 from tests.interpreter import run_interpreted
 from tests.pairs import every_pair
@@ -420,19 +428,34 @@ def test_kernels_in_the_interpreter():
 CPUS = {"devices": ("cpu",), "dtypes": (torch.float32,), "unsupported_reason": lambda device: ""}
 ON_CPUS = replace(find_kernel("triton_flash"), **CPUS)
 GATHERED_ON_CPUS = replace(find_kernel("triton_gathered"), **CPUS)
-CHOSEN = cases_of(
-    [
-        Question("ragged", "mla", "float32", indices=7, sinks=True),
-        Question("long", "mqa", "float32", indices=20, window=80, softcap=2.0),
-    ],
-    [replace(way, kernel="tests.attention.test_kernels.ON_CPUS") for way in WAYS[:3]],
-) + cases_of(
-    [
-        Question("ragged", "latents", "float32", indices=7, sinks=True),
-        Question("long", "latents", "float32", indices=40, window=80),
-        Question("ragged", KEYS_ARE_VALUES, "float32", indices=5),
-    ],
-    [replace(way, kernel="tests.attention.test_kernels.GATHERED_ON_CPUS") for way in WAYS[:3]],
+BLOCKS_ON_CPUS = replace(find_kernel("triton_blocks"), **CPUS)
+BLOCKS = [
+    Question("ragged", "gqa", "float32", indices=3, block_size=4, sinks=True),
+    Question("long", "mla", "float32", indices=2, block_size=17, by_head=True, window=70),
+]
+CHOSEN = (
+    cases_of(
+        [
+            Question("ragged", "mla", "float32", indices=7, sinks=True),
+            Question("long", "mqa", "float32", indices=20, window=80, softcap=2.0),
+        ],
+        [replace(way, kernel="tests.attention.test_kernels.ON_CPUS") for way in WAYS[:3]],
+    )
+    + cases_of(
+        BLOCKS,
+        [
+            *(replace(way, kernel="tests.attention.test_kernels.BLOCKS_ON_CPUS") for way in WAYS[:3]),
+            Way("all_gather", kernel="tests.attention.test_kernels.ON_CPUS"),
+        ],
+    )
+    + cases_of(
+        [
+            Question("ragged", "latents", "float32", indices=7, sinks=True),
+            Question("long", "latents", "float32", indices=40, window=80),
+            Question("ragged", KEYS_ARE_VALUES, "float32", indices=5),
+        ],
+        [replace(way, kernel="tests.attention.test_kernels.GATHERED_ON_CPUS") for way in WAYS[:3]],
+    )
 )
 
 
@@ -443,10 +466,13 @@ def run_in_small_blocks(rank, slots, cases, piece):
 
 def take_small_blocks(piece: int = 8):
     tables = (triton_flash.FORWARD, triton_flash.QUERY_GRADIENTS, triton_flash.KEY_GRADIENTS)
-    for table in (*tables, triton_gathered.FORWARD, triton_gathered.GRADIENTS):
+    tables += triton_gathered.FORWARD, triton_gathered.GRADIENTS
+    tables += triton_blocks.FORWARD, triton_blocks.QUERY_GRADIENTS, triton_blocks.KEY_GRADIENTS
+    for table in tables:
         for width in table:
             table[width] = (BlockSizes(16, 16, 4, 1),)
     triton_gathered._PIECE, triton_gathered._LISTED_BYTES = piece, 4 * 7 * 30  # runs of few rows
+    triton_blocks._LISTED_BYTES = triton_blocks._SORTED_CHOICES = 4 * 7 * 30
 
 
 def interpreted():

@@ -1,6 +1,6 @@
 """One table for documentation, errors and choices."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ LACKING = [
     ("cudnn", needing(HALF, 64, mask=Mask(window=5), one_document=True), "a call without window, got window"),
     ("cudnn", needing(HALF, 64, one_document=True, spans=True), "a call without spans, got spans"),
     ("fa4", needing(HALF, 64, indexed=True), "a call without indices, got indices"),
+    ("triton_gathered", needing(HALF, 64, indexed=True, block_size=4), "a call without blocks, got blocks"),
+    ("triton_blocks", needing(HALF, 64, indexed=True), "a call with blocks and indices, got none of blocks"),
     ("triton_gathered", needing(HALF, 64, indexed=True), "a call with indices and latents, got none of latents"),
     (
         "cudnn",
@@ -91,6 +93,15 @@ def test_one_that_runs_documents_one_by_one_is_chosen_of_itself_for_dense_calls_
     assert not cudnn.suits(needing(torch.bfloat16, 64)) and not cudnn.unsupported_call_reason(
         needing(torch.bfloat16, 64)
     )
+
+
+def test_blocks_are_gathered_of_themselves_in_long_documents_alone(monkeypatch) -> None:
+    for name in ("triton_blocks", "triton_flash"):
+        monkeypatch.setitem(find_kernel(name).__dict__, "unsupported_reason", lambda device: "")
+    call = needing(HALF, 64, indexed=True, block_size=128, chosen_keys=2048)
+    names = [choose_kernel(replace(call, longest=longest)).name for longest in (16383, 16384)]
+    assert names == ["triton_flash", "triton_blocks"]
+    assert choose_kernel(replace(call, longest=4096), "triton_blocks").name == "triton_blocks"
 
 
 def test_deterministic_mode_is_asked_of_torch() -> None:

@@ -10,7 +10,7 @@ turns, a block each; slices that share a key/value head share a ring.
 
 The exchanged q, k, v, out and log-sum-exp are saved for backward, as many numbers as the local ones. Where the local
 ones are saved instead, backward sends them along with dout; in place of out it sends its products with dout, a number
-for each row and head, if the kernel takes those.
+for each row and head, if the kernel takes those. So it is where the call returns the log-sum-exp, which is local too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,6 @@ from longspan.attention.rows import (
     ALIGNED_BYTES,
     accumulation_dtype,
     copy_rows,
-    deltas,
     head_slice_by_member,
     join_columns,
     views_by_member,
@@ -160,8 +159,8 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     """
     if members.inner == 1:
         return ring_forward(q, k, v, members, call)
-    call = _gather_indices(call, members)
     split = head_split(q.shape[1], k.shape[1], members.inner)
+    call = _gather_indices(call, members, split)
     # Alike on all members, by the one with the most rows. Under a narrow window rows are fetched in one exchange:
     # slices would have no other blocks to take turns on.
     query_numbers = max(members.part.counts) * q.shape[1] * q.shape[2]
@@ -172,21 +171,31 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     for slice_index in range(swap.slices):
         swap.write_rows(work.leaving.pop(0), (out,), slice_index)
-    return out, work.saved
+    if not call.with_lse:
+        return out, work.saved
+    lse = q.new_empty((*q.shape[:2], 1), dtype=accumulation_dtype(q.dtype))
+    for slice_index in range(swap.slices):
+        swap.write_rows(work.leaving_lse.pop(0), (lse,), slice_index)
+    return out, [Saved(q, k, v, out, lse.squeeze(2))] * swap.slices
 
 
-def _gather_indices(call: AttendCall, members: Members) -> AttendCall:
+def _gather_indices(call: AttendCall, members: Members, split: HeadSplit) -> AttendCall:
+    """Choices by head are repeated as key/value heads are."""
     if call.indices is None:
         return call
     channel = members.inner_channel
     counts = members.inner_counts
-    gathered = channel.all_gather_rows(call.indices.contiguous(), counts, "attention all-to-all, indices").wait()
+    columns = call.indices.flatten(1)
+    gathered = channel.all_gather_rows(columns.contiguous(), counts, "attention all-to-all, indices").wait()
     parts = [
         gathered[start : start + count] for start, count in zip(channel.row_starts(counts), counts, strict=True)
     ]
-    arrived = torch.cat(parts)
+    arrived = torch.cat(parts).unflatten(1, call.indices.shape[1:])
     orders = members.arrival_orders
-    return replace(call, indices=arrived if orders is None else arrived[orders[0]])
+    arrived = arrived if orders is None else arrived[orders[0]]
+    if call.by_head:
+        arrived = arrived.repeat_interleave(split.kv_copies, 1)
+    return replace(call, indices=arrived, kv_heads=split.kv_heads * split.kv_copies)
 
 
 def _advance_rings_in_turn(rings: Sequence[Iterator[None]]) -> None:
@@ -199,7 +208,7 @@ class _SlicedForward:
     """Forward of one call, a slice of heads at a time: receives a slice, computes it and sends its output back.
 
     `saved` is what backward needs of each slice. `_arriving` are the slices on their way here, `leaving` the outputs on
-    their way back.
+    their way back, and `leaving_lse` their log-sum-exps where the call returns that.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, swap: HeadSwap, call: AttendCall) -> None:
@@ -209,6 +218,7 @@ class _SlicedForward:
         self._sent = swap.tensors_to_send(q, k, v)
         self._arriving = [swap.send_heads(tensors, i, _FORWARD) for i, tensors in enumerate(self._sent)]
         self.leaving = list[Handle]()
+        self.leaving_lse = list[Handle]()
 
     def ring_turns(self, run: range) -> Iterator[None]:
         """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
@@ -234,6 +244,9 @@ class _SlicedForward:
                     total_out, lse = total.result_with_sinks(slice_call.sinks)
                     out = total_out.to(q.dtype)
                     self.leaving.append(self._swap.send_rows((out,), f"{_FORWARD}, back"))
+                    if self._call.with_lse:
+                        label = f"{_FORWARD}, log-sum-exp back"
+                        self.leaving_lse.append(self._swap.send_rows((lse.unsqueeze(2),), label))
                     self.saved.append(Saved(q, own_k, own_v, out, lse))
                     own_k = own_v = q.new_empty(0)  # the other slices of the run save no keys and values
             if turn + 1 < members.turns:
@@ -252,8 +265,8 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     """
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
-    call = _gather_indices(call, members)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)
+    call = _gather_indices(call, members, split)
     swap = HeadSwap(members, split, len(saved))
     # A complete dk or dv may travel in the input's dtype; the parts that copies of a head give are still to be summed.
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
@@ -301,13 +314,14 @@ class _SlicedBackward:
         self._sent: list[tuple[Tensor, ...]] = [(dout,)] * swap.slices
         self._takes_deltas = call.kernel is not None and call.kernel.takes_deltas(call)
         if self._is_local:
-            q, k, v, out, _ = saved[0]
+            q, k, v, out, lse = saved[0]
             output_or_deltas = (
-                pack_numbers_as_heads(deltas(dout, out), dout.dtype, swap.heads_of_slice)
+                pack_numbers_as_heads(saved[0].deltas(dout), dout.dtype, swap.heads_of_slice)
                 if self._takes_deltas
                 else out
             )
-            self._sent = [(*tensors, dout, output_or_deltas) for tensors in swap.tensors_to_send(q, k, v)]
+            of_lse = (pack_numbers_as_heads(lse, dout.dtype, swap.heads_of_slice),) if call.with_lse else ()
+            self._sent = [(*tensors, dout, output_or_deltas, *of_lse) for tensors in swap.tensors_to_send(q, k, v)]
         self._in_flight = in_flight
         self._arriving = list[Handle]()
         for slice_index in range(min(in_flight, swap.slices)):
@@ -408,9 +422,14 @@ class _SlicedBackward:
             self._send_output_gradients(slice_index + self._in_flight)
         if self._is_local:
             # k and v come only with the first of the slices that share them; `out` may be the packed deltas
+            *arrived, lse = (
+                (*arrived[:-1], unpack_numbers(arrived[-1]))
+                if self._call.with_lse
+                else (*arrived, self._saved[slice_index].lse)
+            )
             q, *kv, dout, out = arrived
             k, v = self._shared_kv = tuple(kv) or self._shared_kv
-            saved = Saved(q, k, v, unpack_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse)
+            saved = Saved(q, k, v, unpack_numbers(out) if self._takes_deltas else out, lse)
         else:
             (dout,) = arrived
             saved = swap.saved_of_slice(self._saved, slice_index)

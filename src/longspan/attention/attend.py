@@ -5,6 +5,7 @@ in backward in reverse: the one order in which every rank enters its collectives
 log-sum-exp of the local rows, or, where heads were exchanged for rows, the exchanged ones, which are as many numbers.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,8 +37,6 @@ from longspan.plan.check import COMM_TYPES
 from longspan.plan.messages import REPLAYED_NUMBERS
 
 REPLAYED_KERNELS = ("fa4", "torch_flash")
-# In these types the log-sum-exp of the local rows stays where the rows are.
-_WITH_LSE = ("p2p", "all_gather")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -59,6 +58,7 @@ class Arguments(NamedTuple):
     kernel: str | None = None
     latents: bool = False
     with_lse: bool = False
+    block_size: int = 1
     spans: SpanMask = "later"
 
     def sees_spans(self, shard: SequenceShard) -> bool:
@@ -203,10 +203,10 @@ def _choose_for_group(shard: SequenceShard, index: int, arguments: Arguments, ca
         world = world_of(shard.world_key)
         fastest = world.machine.fastest_type_price(group, call.sizes, node_size=world.node_size)
         comm_type, sizes = fastest.cp_comm_type, fastest.sizes
-    if call.with_lse and comm_type not in _WITH_LSE:
+    if call.with_lse and comm_type not in PATTERNS:
         raise AttentionError(
-            f"with_lse=True is for cp_comm_type {' and '.join(_WITH_LSE)}, got {comm_type!r}{where}, which does not "
-            "bring the log-sum-exp and its gradient back to the rows; pass one of them"
+            f"with_lse=True is for cp_comm_type {', '.join(PATTERNS)}, got {comm_type!r}{where}, which need not bring "
+            "the log-sum-exp and its gradient back to the rows; pass one of them"
         )
     inner = group.degree if comm_type == "a2a" else 1
     if comm_type == "a2a+p2p":
@@ -238,11 +238,26 @@ def _hierarchical_sizes(sizes: LevelSizes | None, degree: int, where: str) -> Le
     )
 
 
-def check_indices(indices: Tensor | None, q: Tensor, shard: SequenceShard, arguments: Arguments) -> None:
-    """Raise AttentionError unless indices is None or (T, k) integers on q's device, for a causal mask without spans."""
+def check_indices(
+    indices: Tensor | None, q: Tensor, kv_heads: int, shard: SequenceShard, arguments: Arguments
+) -> None:
+    """Raise AttentionError unless indices is None, or (T, k) or (T, K, k) integers on q's device, for a causal mask
+    without spans, with a whole block size.
+    """
+    size = arguments.block_size
+    if not is_positive_integer(size) or (size > 1 and indices is None):
+        given = "no indices" if indices is None else "indices"
+        raise AttentionError(
+            f"block_size is {size!r} with {given}; it is how many keys each of the blocks has whose numbers `indices` "
+            "has, at least 1, and 1 without indices"
+        )
     if indices is None:
         return
-    _check_shape("indices", indices, (len(q), "k"), "positions for each row")
+    contents = "positions for each row" if size == 1 else "numbers of blocks for each row"
+    if isinstance(indices, Tensor) and indices.ndim == 3:
+        _check_shape("indices", indices, (len(q), kv_heads, "k"), f"{contents} and key/value head")
+    else:
+        _check_shape("indices", indices, (len(q), "k"), contents)
     if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
         raise AttentionError(f"indices is {indices.dtype} on {indices.device}; give int32 on {q.device}")
     if indices.device.type == "cpu" and indices.numel() and (least := int(indices.min())) < -1:  # a GPU would wait
@@ -295,7 +310,7 @@ def pack_call(
         _check_shape("sinks", sinks, (q.shape[1],), "one logit per query head")
         if not sinks.is_floating_point() or sinks.device != q.device:
             raise AttentionError(f"sinks is {sinks.dtype} on {sinks.device}; give floating numbers on {q.device}")
-    check_indices(indices, q, shard, arguments)
+    check_indices(indices, q, k.shape[1], shard, arguments)
     groups = shard.micro_batch.groups
     scale = q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
@@ -324,6 +339,10 @@ def pack_call(
         one_document=mask.chunk is None and all(len(group.documents) == 1 for group in groups),
         spans=arguments.sees_spans(shard),
         indexed=indices is not None,
+        block_size=int(arguments.block_size),
+        by_head=indices is not None and indices.ndim == 3,
+        chosen_keys=0 if indices is None else indices.shape[-1] * int(arguments.block_size),
+        longest=max(shard.micro_batch.lengths, default=0),
         latents=arguments.latents,
         with_lse=arguments.with_lse,
     )
@@ -405,6 +424,7 @@ def attend(
     chunk: int | None = None,
     sinks: Tensor | None = None,
     indices: Tensor | None = None,
+    block_size: int = 1,
     latents: bool = False,
     softcap: float | None = None,
     scale: float | None = None,
@@ -432,6 +452,7 @@ def attend(  # pyright: ignore[reportInconsistentOverload]
     chunk: int | None = None,
     sinks: Tensor | None = None,
     indices: Tensor | None = None,
+    block_size: int = 1,
     latents: bool = False,
     softcap: float | None = None,
     scale: float | None = None,
@@ -461,9 +482,10 @@ def attend(  # pyright: ignore[reportInconsistentOverload]
     `sinks` (N,): one logit per query head that takes weight and gives no value. `softcap` c: scores become
     c · tanh(score / c). `scale` is any finite number, H ** −0.5 by default. `indices` (T, k): positions, in the row's
     own document, of the keys that it may see, distinct, in any order, −1 for none; of these it sees what causal, window
-    and chunk leave. `latents`: a key is the Hv numbers of its value and then those of k (T, 1, H − Hv), as in the
-    absorbed form of multi-head latent attention. A row that sees no key (one that pads a document out) has output and
-    gradient 0.
+    and chunk leave. `block_size` m: these are numbers of blocks instead, block b being positions b m … b m + m − 1.
+    Indices (T, K, k) are a choice for each key/value head. `latents`: a key is the Hv numbers of its value and then
+    those of k (T, 1, H − Hv), as in the absorbed form of multi-head latent attention. A row that sees no key (one that
+    pads a document out) has output and gradient 0.
 
     `dropout` zeroes weights with this probability, by a hash of `dropout_seed`, head, document and both positions: the
     same weights at every degree and under every type. By default the seed is mixed from the world's seed and step, as
@@ -479,7 +501,7 @@ def attend(  # pyright: ignore[reportInconsistentOverload]
 
     `with_lse` returns (out, lse): the log-sum-exp (T, N) of each row's scores, sinks among them, in float32 (float64
     for float64), −inf for a row that sees nothing. Both have gradients, so that attention to further keys can be joined
-    under one softmax; for p2p and all_gather.
+    under one softmax.
 
     `kernel` names one of the support table (`longspan.attention.KERNELS`); by default the first that can. All sums
     over blocks and ranks are taken in a fixed order, so that a call gives the same bits again wherever its kernel
@@ -502,6 +524,7 @@ def attend(  # pyright: ignore[reportInconsistentOverload]
         latents=latents,
         with_lse=with_lse,
         spans=spans,
+        block_size=block_size,
     )
     call = _cached_or_packed_call(q, k, v, sinks, shard, arguments, indices)
     if dropout:
@@ -525,15 +548,16 @@ def run_call(
     # A node of autograd would only cost the host.
     if not torch.is_grad_enabled() and active_recording.get() is None:
         q, k, v = map(contiguous_heads, (q, k, v))
-        out, saved, _ = _attend_parts(q, k, v, _add_layer_tensors(call, sinks, indices))
-        return (out, _join_lse(saved)) if call.with_lse else (out,)
+        out, saved, slice_counts = _attend_parts(q, k, v, _add_layer_tensors(call, sinks, indices))
+        return (out, _join_lse(saved, slice_counts)) if call.with_lse else (out,)
     results: Any = _Attend.apply(q, k, v, sinks, indices, call)
     return results if call.with_lse else (results,)
 
 
-def _join_lse(saved: Sequence[Tensor | None]) -> Tensor:
-    """Each part has one slice, whose log-sum-exp is that of the part's rows."""
-    parts = [x for x in saved[_SAVED - 1 :: _SAVED] if x is not None]
+def _join_lse(saved: Sequence[Tensor | None], slice_counts: Sequence[int]) -> Tensor:
+    """Each slice of a part has the log-sum-exp of the part's rows."""
+    last_slices = itertools.accumulate(slice_counts)
+    parts = [x for stop in last_slices if (x := saved[_SAVED * stop - 1]) is not None]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -605,7 +629,7 @@ class _Attend(torch.autograd.Function):
         # backward reads, and in a checkpoint, where saved tensors are not checked for writes, without an error.
         if not call.with_lse:
             return out.view_as(out)
-        lse = _join_lse(saved)
+        lse = _join_lse(saved, slice_counts)
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod

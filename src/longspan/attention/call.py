@@ -61,12 +61,14 @@ class AttendCall:
     find the largest score before they scale; the sign of a negative one is in `sign`, by which q is multiplied (0 for a
     scale of 0). `sinks` (N,) and `dropout` are those of the heads at hand. `one_document`: every group has one
     document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/segments.py`),
-    under a causal mask. `indexed`: rows see chosen keys, those at the positions `indices` (rows at hand, k).
-    `latents`: a key is the numbers of its value and then those of k. `stride`: keys are entries, of which rows see one
-    more every `stride` rows, beside the rows of `window_call`. `with_lse`: the log-sum-exp is returned too, with a
-    gradient. `replays` are recordings of the call's launches, where it may have any. `deterministic`: the same bits
-    again; torch's own switch by default. A caller who only looks for a kernel or a communication type leaves out the
-    rest:
+    under a causal mask. `indexed`: rows see chosen keys, those at the positions `indices` (rows at hand, k), or with a
+    `block_size` the keys of the blocks of these numbers; `by_head`: each key/value head has a choice of its own (rows
+    at hand, K, k). `chosen_keys` is how many a row may choose at most, `longest` how many rows the longest document has
+    (0: not known). `latents`: a key is the numbers of its value and then those of k. `stride`: keys are entries, of
+    which rows see one more every `stride` rows, beside the rows of `window_call`. `with_lse`: the log-sum-exp is
+    returned too, with a gradient. `replays` are recordings of the call's launches, where it may have any.
+    `deterministic`: the same bits again; torch's own switch by default. A caller who only looks for a kernel or a
+    communication type leaves out the rest:
 
     >>> choose_kernel(AttendCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'
@@ -86,6 +88,10 @@ class AttendCall:
     one_document: bool = False
     spans: bool = False
     indexed: bool = False
+    block_size: int = 1
+    by_head: bool = False
+    chosen_keys: int = 0
+    longest: int = 0
     latents: bool = False
     stride: int = 1
     with_lse: bool = False
@@ -113,24 +119,32 @@ class AttendCall:
 
     @property
     def features(self) -> frozenset[str]:
-        """Which features the call has that some kernels lack: window, softcap, dropout, indices, latents, stride."""
+        """Which features the call has that some kernels lack: window, softcap, dropout, indices, blocks, latents,
+        stride."""
         values = {
             "window": self.mask.window or self.spans,  # later keys of a span are masked as by a window
             "softcap": self.softcap,
             "dropout": self.dropout,
             "indices": self.indexed,
+            "blocks": self.indexed and (self.block_size > 1 or self.by_head),
             "latents": self.latents,
             "stride": self.stride > 1,
         }
         return frozenset(name for name, value in values.items() if value)
 
     def for_heads(self, start: int, stop: int) -> "AttendCall":
-        """Return the same call for query heads start to stop of the tensors at hand: sinks and dropout go by head."""
-        if self.sinks is None and self.dropout is None:
+        """Return the same call for query heads start to stop of the tensors at hand: sinks, dropout and choices
+        `by_head` go by head.
+        """
+        if self.sinks is None and self.dropout is None and not self.by_head:
             return self
         sinks = None if self.sinks is None else self.sinks[start:stop]
         dropout = self.dropout and replace(self.dropout, first_head=self.dropout.first_head + start)
-        return replace(self, sinks=sinks, dropout=dropout)
+        indices = self.indices
+        if indices is not None and self.by_head:
+            group = self.heads // self.kv_heads
+            indices = indices[:, start // group : -(-stop // group)]
+        return replace(self, sinks=sinks, dropout=dropout, indices=indices)
 
     def for_rows(self, rows: RowIndex) -> "AttendCall":
         """Return the same call for some of the rows at hand: indices go by row."""
@@ -164,8 +178,8 @@ class Kernel:
     is what the kernel depends on; `unsupported_reason` returns what this installation or device lacks of that ("" where
     nothing). `features` are those of a call that it can compute, `required` those that a call must have.
     `one_document_only`: by name it runs every launch, but without a name it is chosen only for calls with one document
-    in each group. `takes_deltas` tells of a call whether backward takes dout · out of each row and head in place of the
-    output.
+    in each group, and only for calls of which `pays` says so. `takes_deltas` tells of a call whether backward takes
+    dout · out of each row and head in place of the output.
     """
 
     name: str
@@ -181,6 +195,7 @@ class Kernel:
     needs: str = ""
     unsupported_reason: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
     takes_deltas: Callable[[AttendCall], bool] = field(default=lambda call: False, repr=False)
+    pays: Callable[[AttendCall], bool] = field(default=lambda call: True, repr=False)
 
     def unsupported_call_reason(self, call: AttendCall) -> str:
         """Return why this kernel cannot compute the call, as "needs …, got …"; "" where it can."""
@@ -211,7 +226,8 @@ class Kernel:
 
     def suits(self, call: AttendCall) -> bool:
         """Whether the kernel can compute the call and may be chosen without being named."""
-        return (call.one_document or not self.one_document_only) and not self.unsupported_call_reason(call)
+        is_worth_it = (call.one_document or not self.one_document_only) and self.pays(call)
+        return is_worth_it and not self.unsupported_call_reason(call)
 
 
 def unsupported_capability_reason(device: torch.device, capabilities: range, named: str) -> str:

@@ -185,6 +185,15 @@ class KeyBits(NamedTuple):
     words: int
 
 
+class KeyBlocks(NamedTuple):
+    """The blocks of consecutive positions of a launch's tiles: `list` (n, 2) int32 has the tile and number of each,
+    document by document from its first position on, and tile i's begin at `starts[i]`, (tiles + 1,) int32.
+    """
+
+    list: Tensor
+    starts: Tensor
+
+
 class Launch:
     """One tiling, bound to a device. Made once per block and kept, so that layers share its index tensors.
 
@@ -213,6 +222,7 @@ class Launch:
             self.key_copies = tuple(to_device(index, device) for index in copies)
         self._identities = identities
         self._blocks: dict[tuple[int, bool], Tensor] = {}
+        self._key_blocks: dict[int, KeyBlocks] = {}
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
@@ -256,12 +266,11 @@ class Launch:
     @cached_property
     def key_bits(self) -> KeyBits:
         """For a call with indices: which key of a tile is at a position, and where its bits lie (`KeyBits`)."""
-        assert self._identities is not None, "this launch was made without identities of rows"
-        positions = self._identities().k_position[self.tiling.k_rows()]
+        positions = self._key_positions()
         # Each tile's keys begin here among the keys that a kernel receives.
         key_starts = self.tiling.packed_tiling().bounds[:, 2]
         rows, keys = self.tiling.sizes.T
-        position_counts = np.maximum.reduceat(positions, key_starts) + 1
+        position_counts = self._position_counts()
         word_counts = rows * -(-keys // 64)
         # The rows are the tiles' starts among places, and among words.
         starts = np.zeros((2, len(self.tiling) + 1), dtype=np.int64)
@@ -271,6 +280,24 @@ class Launch:
         places[np.repeat(starts[0, :-1], keys) + positions] = key_in_tile
         place_starts, bit_starts = to_device(starts, self.device)
         return KeyBits(to_device(places, self.device), place_starts, bit_starts, int(starts[1, -1]))
+
+    def key_blocks(self, size: int) -> KeyBlocks:
+        """For a call whose rows choose blocks of `size` positions: the blocks of all tiles (`KeyBlocks`)."""
+        if size not in self._key_blocks:
+            counts = -(-self._position_counts() // size)
+            starts = np.append(0, np.cumsum(counts)).astype(np.int32)
+            tile = np.repeat(np.arange(len(counts)), counts)
+            block_list = np.stack([tile, expand_runs(np.zeros_like(counts), counts)], axis=1).astype(np.int32)
+            self._key_blocks[size] = KeyBlocks(*(to_device(x, self.device) for x in (block_list, starts)))
+        return self._key_blocks[size]
+
+    def _key_positions(self) -> Integers:
+        assert self._identities is not None, "this launch was made without identities of rows"
+        return self._identities().k_position[self.tiling.k_rows()]
+
+    def _position_counts(self) -> Integers:
+        """How many positions each tile's document has up to the tile's last key."""
+        return np.maximum.reduceat(self._key_positions(), self.tiling.packed_tiling().bounds[:, 2]) + 1
 
 
 def find_copies(rows: Integers) -> tuple[Integers, list[Integers]]:

@@ -62,12 +62,13 @@ IN_POOLS = {
     ),
     "pools of the first document": (POOLS, "members.entries.firsts[document]", "members.entries.firsts[0]"),
     "a pool before its last row": (POOLS, ">= (position + 1) // form.ratio", ">= (position + 2) // form.ratio"),
-    "no rows after the last pool": (POOLS, "tail.masked_fill(tail > position, -1)", "tail.masked_fill(tail > -1, -1)"),
+    "no rows after the last pool": (POOLS, "ended * form.ratio > position, -1", "ended > -1, -1"),
 }
 IN_BLOCKS = {
     "blocks of the first document": (BLOCKS, "group_keys[document_rows]", "group_keys"),
-    "the first head's blocks for all": (BLOCKS, "enumerate(blocks)", "enumerate(blocks[:1].expand_as(blocks))"),
-    "other key/value heads": (BLOCKS, "slice(group * key_heads // groups", "slice(0 * key_heads // groups"),
+    "the first head's blocks for all": (BLOCKS, "= blocks.transpose", "= blocks[:1].expand_as(blocks).transpose"),
+    "another head's blocks": (BLOCKS, "= blocks.transpose", "= blocks.flip(0).transpose"),
+    "blocks of another size": (BLOCKS, "block_size=indexer.block_size", "block_size=2 * indexer.block_size"),
 }
 KINDS = {
     "qwen4_exp_text": Kind("Qwen4ExpForCausalLM", "Qwen4Exp", IN_POOLS),
@@ -143,10 +144,10 @@ def _as_positions(indexer: Any, out: Any) -> list[list[list[int]]]:
     Later ones than the row's own may be among them.
     """
     if hasattr(out, "chosen"):
-        out = out.chosen
-    if out.ndim == 4 and out.dtype == torch.bool:
+        keys = [keys_of_blocks(out.chosen[0], out.block_size, torch.full((out.chosen.shape[1],), 10**6))]
+    elif out.ndim == 4 and out.dtype == torch.bool:
         return [[row.nonzero()[:, 0].tolist() for row in out[0, 0]]]
-    if out.ndim == 4:
+    elif out.ndim == 4:
         keys = [keys_of_blocks(x, indexer.block_size, torch.full((x.shape[0],), 10**6)) for x in out[0]]
     else:
         keys = [out[0]]
@@ -268,7 +269,7 @@ def test_indexers_get_no_adapter_and_no_depth(family: str) -> None:
 @pytest.mark.parametrize("family", [family for family in HERE if KINDS[family].changes is not IN_BLOCKS])
 def test_a_class_that_chooses_other_pools_under_the_same_names_is_refused(family: str) -> None:
     trials._results.clear()
-    with mutated((POOLS, "* form.ratio + torch.arange(form.ratio,", "* form.ratio + 1 + torch.arange(form.ratio,")):
+    with mutated((POOLS, "best = _choose_pools(form, q,", "best = _choose_pools(form, -q,")):
         reasons = try_small_model_of_class(_model(family)).reasons
     trials._results.clear()
     assert len(reasons) == 1 and "chooses other pools of keys than the form that longspan knows" in reasons[0]

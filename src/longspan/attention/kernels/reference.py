@@ -113,19 +113,23 @@ def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
 
 
 def _mask_scores_(scores: Tensor, tile: Tile, launch: Launch, call: AttendCall) -> Tensor:
-    for seen in (visible_key_mask(tile, scores.device), _chosen_key_mask(tile, launch, call.indices)):
+    for seen in (visible_key_mask(tile, scores.device), _chosen_key_mask(tile, launch, call)):
         if seen is not None:
             scores.masked_fill_(~seen, -torch.inf)
     return scores
 
 
-def _chosen_key_mask(tile: Tile, launch: Launch, indices: Tensor | None) -> Tensor | None:
-    """(queries, keys) bool; `chosen` marks position p of the document in column p + 1: −1 marks column 0."""
-    if indices is None:
+def _chosen_key_mask(tile: Tile, launch: Launch, call: AttendCall) -> Tensor | None:
+    """(queries, keys) bool, or (K, 1, queries, keys); `chosen` marks block b of the document in column b + 1: −1 marks
+    column 0."""
+    if call.indices is None:
         return None
-    rows = indices[tile.q_start : tile.q_stop].long()
+    rows = call.indices[tile.q_start : tile.q_stop].long()
     _, _, positions = launch.row_identities
-    keys = positions[tile.k_start : tile.k_stop]
-    size = int(torch.maximum(keys.amax(), rows.amax() if rows.numel() else keys.amax())) + 2
-    chosen = torch.zeros((len(rows), size), dtype=torch.bool, device=rows.device).scatter_(1, rows + 1, True)
-    return chosen[:, keys + 1]
+    blocks = positions[tile.k_start : tile.k_stop] // call.block_size
+    size = int(torch.maximum(blocks.amax(), rows.amax() if rows.numel() else blocks.amax())) + 2
+    chosen = torch.zeros((*rows.shape[:-1], size), dtype=torch.bool, device=rows.device).scatter_(
+        -1, rows + 1, True
+    )
+    mask = chosen[..., blocks + 1]
+    return mask.transpose(0, 1).unsqueeze(1) if call.by_head else mask

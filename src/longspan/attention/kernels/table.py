@@ -10,12 +10,21 @@ from typing import Any
 import torch
 
 from longspan.attention.call import AttendCall, HeadSizes, Kernel, unsupported_capability_reason
-from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash, triton_gathered
+from longspan.attention.kernels import (
+    cpu_flash,
+    cudnn,
+    fa4,
+    reference,
+    torch_flash,
+    triton_blocks,
+    triton_flash,
+    triton_gathered,
+)
 from longspan.errors import AttentionError, import_object
 from longspan.plan.kernel_names import KERNEL_NAMES
 
 # That some kernels lack; masks, sinks and scale are everybody's.
-FEATURES = ("window", "softcap", "dropout", "indices", "latents", "stride")
+FEATURES = ("window", "softcap", "dropout", "indices", "blocks", "latents", "stride")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -65,9 +74,18 @@ _ROWS = (
         unsupported_reason=_flash_unsupported_reason,
     ),
     _table_row(
+        "triton_blocks",
+        triton_blocks,
+        features=frozenset({"window", "indices", "blocks"}),
+        required=frozenset({"indices", "blocks"}),
+        head_sizes=HeadSizes(largest=triton_blocks.LARGEST),
+        pays=triton_blocks.pays,
+        **_TRITON,
+    ),
+    _table_row(
         "triton_flash",
         triton_flash,
-        features=frozenset({"window", "softcap", "indices", "stride"}),
+        features=frozenset({"window", "softcap", "indices", "blocks", "stride"}),
         head_sizes=HeadSizes(largest=triton_flash.LARGEST),
         **_TRITON,
     ),

@@ -54,6 +54,8 @@ KEY_GRADIENTS: dict[int, tuple[BlockSizes, ...]] = {
 _MIN_TABLE_WIDTH = 128  # the narrowest of the tables
 _PACKED = (4, 256)  # rows and chosen keys that a program packs at a time
 _MAX_JOINT_WIDTH = 256  # the widest head whose dk and dv are summed in one program
+# So many programs of key gradients keep the multiprocessors of a GPU busy.
+_FEWEST_PROGRAMS = 256
 # This remembers which blocks of a kernel fit, by kernel, width, dtype and device.
 _fitting: dict[Any, int] = {}
 
@@ -90,11 +92,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this block: dq (Tq, N, H) by one kernel, dk (Tk, K, H) and dv (Tk, K, Hv) by another."""
     q, k, v, dout = (contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     tensors = (q, k, v, dout, saved.lse.contiguous(), saved.deltas(dout).contiguous())
     bits = _pack_bits(launch, call)
     strides = strides_of(q, k, v, dout)
-    shared = (*launch.cu_seqlens, *bits, q.shape[1] // k.shape[1], *_score_arguments(launch, call), *strides)
+    group = q.shape[1] // k.shape[1]
+    shared = (*launch.cu_seqlens, *bits, group, *_score_arguments(launch, call), *strides)
     constants = _call_constants(q, v, launch, call)
 
     def launch_query_gradients(blocks: BlockSizes) -> None:
@@ -103,38 +106,47 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
             *(*tensors, dq, block_list, *shared), **constants, **blocks.constants
         )
 
+    # dk and dv of the blocks that fit
+    key_gradients: list[Tensor] = []
+
     def launch_key_gradients(blocks: BlockSizes) -> None:
-        """Launch once for dk and dv; of wide heads, whose two sums do not fit the registers, once for each."""
+        """Launch once for dk and dv; of wide heads, whose two sums do not fit the registers, once for each. Where keys
+        are so few that their programs leave multiprocessors idle, these share the query heads of a key."""
         block_list = launch.blocks(blocks.keys, of_keys=True)
+        shares = max(1, min(group, _FEWEST_PROGRAMS // max(1, len(block_list) * k.shape[1])))
+        sums = [x.new_empty((shares, *x.shape), dtype=x.dtype if shares == 1 else torch.float32) for x in (k, v)]
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _MAX_JOINT_WIDTH
         for wants_k, wants_v in ((True, False), (False, True)) if one_by_one else ((True, True),):
-            import_triton_kernels(_KERNELS).key_gradients[len(block_list), k.shape[1]](
-                *(*tensors, dk, dv, block_list, *shared),
+            import_triton_kernels(_KERNELS).key_gradients[len(block_list), k.shape[1], shares](
+                *(*tensors, *sums, len(launch.tiling), block_list, *shared),
                 WANTS_K=wants_k,
                 WANTS_V=wants_v,
                 **constants,
                 **blocks.constants,
             )
+        key_gradients[:] = [x[0] if shares == 1 else x.sum(0) for x in sums]
 
     launch_fitting_blocks("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
     launch_fitting_blocks("key_gradients", KEY_GRADIENTS, q, v, launch_key_gradients)
-    return dq, dk, dv
+    return dq, key_gradients[0], key_gradients[1]
 
 
-def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor | None]:
-    """One bit a key in words of 64 bits (`KeyBits`), and the word at which each tile begins; both int64."""
+def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor | None, int]:
+    """One bit a key in words of 64 bits (`KeyBits`), and the word at which each tile begins, both int64; and how many
+    words lie between two key/value heads, 0 where all have the same bits."""
     if call.indices is None:
-        return None, None
+        return None, None, 0
     places, place_starts, bit_starts, words = launch.key_bits
-    bits = torch.zeros(words, dtype=torch.int64, device=places.device)
+    indices = call.indices.contiguous()
+    choices = indices.shape[1] if call.by_head else 1
+    bits = torch.zeros(choices * words, dtype=torch.int64, device=places.device)
     rows, columns = _PACKED
     block_list = launch.blocks(rows, of_keys=False)
-    indices = call.indices.contiguous()
-    import_triton_kernels(_KERNELS).pack_bits[(len(block_list),)](
-        *(indices, bits, block_list, *launch.cu_seqlens, places, place_starts, bit_starts),
-        *(indices.shape[1], rows, columns),
+    import_triton_kernels(_KERNELS).pack_bits[len(block_list), choices](
+        *(indices, bits, block_list, *launch.cu_seqlens, places, place_starts, bit_starts, words),
+        *(indices.shape[-1], rows, columns, call.block_size),
     )
-    return bits, bit_starts
+    return bits, bit_starts, words if call.by_head else 0
 
 
 def launch_fitting_blocks(

@@ -97,26 +97,31 @@ def pack_bits(
     places,
     place_starts,
     bit_starts,
+    bits_head,
     columns,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Set the bit of each key that ROWS rows of a tile have chosen; `bits` are zeros before.
 
-    `indices` (rows, columns) are the chosen positions; `places`, `place_starts` and `bit_starts` are those of `KeyBits`
-    in `tiles.py`. A position at which the tile has no key sets no bit.
+    `indices` (rows, choices, columns) are the numbers of chosen blocks of BLOCK positions; the second program id is one
+    of the choices, whose bits begin `bits_head` words after those of the choice before. `places`, `place_starts` and
+    `bit_starts` are those of `KeyBits` in `tiles.py`. A position at which the tile has no key sets no bit.
     """
     tile, start, q_start, _, rows, keys = find_tile(blocks, q_ends, k_ends)
+    choice = tl.program_id(1).to(tl.int64)
     first_place = tl.load(place_starts + tile)
     positions = tl.load(place_starts + tile + 1) - first_place
     row = start + tl.arange(0, ROWS).to(tl.int64)
-    row_bits = bits + tl.load(bit_starts + tile) + row * tl.cdiv(keys, 64)
-    indices += (q_start + row)[:, None] * columns
-    for first in range(0, columns, COLUMNS):
+    row_bits = bits + choice * bits_head + tl.load(bit_starts + tile) + row * tl.cdiv(keys, 64)
+    indices += ((q_start + row) * tl.num_programs(1) + choice)[:, None] * columns
+    for first in range(0, columns * BLOCK, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        exists = (row < rows)[:, None] & (column < columns)[None, :]
-        index = tl.load(indices + column[None, :], mask=exists, other=-1)
-        is_key = (index >= 0) & (index < positions)
+        exists = (row < rows)[:, None] & (column < columns * BLOCK)[None, :]
+        block = tl.load(indices + (column // BLOCK)[None, :], mask=exists, other=-1)
+        index = block * BLOCK + (column % BLOCK)[None, :]
+        is_key = (block >= 0) & (index < positions)
         place = tl.load(places + first_place + index, mask=is_key, other=-1)
         bit = tl.full(place.shape, 1, tl.int64) << (place % 64)
         tl.atomic_or(row_bits[:, None] + place // 64, bit, mask=place >= 0, sem="relaxed")
@@ -134,6 +139,7 @@ def forward(
     k_ends,
     bits,
     bit_starts,
+    bits_head,
     group,
     scale,
     softcap,
@@ -163,7 +169,8 @@ def forward(
     are multiplied by log₂ e. The first program id is a block of rows in `blocks`, the second a head. `*_ends` are the
     boundaries of tiles among the rows and among the keys, `*_row` and `*_head` strides (results, lse and delta are
     contiguous), `group` the query heads of a key/value head. With HAS_BITS a row sees those keys of its window whose
-    bit is set (`pack_bits`; a tile's begin at the word `bit_starts`). Blocks without a bit are computed too: a branch
+    bit is set (`pack_bits`; a tile's begin at the word `bit_starts`, those of a key/value head `bits_head` words after
+    those of the one before). Blocks without a bit are computed too: a branch
     around them costs 30 %, as loads are not made ahead through it (bench/records/indexed-attention-2xH200.md).
     """
     tile, start, q_start, k_start, rows, keys = find_tile(blocks, q_ends, k_ends)
@@ -181,7 +188,7 @@ def forward(
     q_block = _load_rows(q, row, q_row, rows, SIZE, WIDTH)
     first_key, end_key = _find_visible_keys(start, rows, keys, left, right, HAS_LEFT, HAS_RIGHT, STRIDE, ROWS, KEYS)
     if HAS_BITS:
-        row_bits = bits + tl.load(bit_starts + tile) + row.to(tl.int64) * tl.cdiv(keys, 64)
+        row_bits = bits + kv_head * bits_head + tl.load(bit_starts + tile) + row.to(tl.int64) * tl.cdiv(keys, 64)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, V_WIDTH), tl.float32)
@@ -225,6 +232,7 @@ def query_gradients(
     k_ends,
     bits,
     bit_starts,
+    bits_head,
     group,
     scale,
     softcap,
@@ -277,7 +285,7 @@ def query_gradients(
     row_delta = tl.load(delta + row.to(tl.int64) * heads, mask=row < rows, other=0.0)
     first_key, end_key = _find_visible_keys(start, rows, keys, left, right, HAS_LEFT, HAS_RIGHT, STRIDE, ROWS, KEYS)
     if HAS_BITS:
-        row_bits = bits + tl.load(bit_starts + tile) + row.to(tl.int64) * tl.cdiv(keys, 64)
+        row_bits = bits + kv_head * bits_head + tl.load(bit_starts + tile) + row.to(tl.int64) * tl.cdiv(keys, 64)
     result = tl.zeros((ROWS, WIDTH), tl.float32)
     for block_start in range(first_key, end_key, KEYS):
         key = block_start + tl.arange(0, KEYS)
@@ -308,11 +316,13 @@ def key_gradients(
     delta,
     dk,
     dv,
+    tiles,
     blocks,
     q_ends,
     k_ends,
     bits,
     bit_starts,
+    bits_head,
     group,
     scale,
     softcap,
@@ -340,7 +350,10 @@ def key_gradients(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Compute dk, dv or both of KEYS keys, all their query heads one after another: no other program adds to them.
+    """Compute dk, dv or both of KEYS keys, their query heads one after another: no other program adds to them.
+
+    The third program id is a share of the query heads, whose sums lie a whole dk and dv after those of the share
+    before.
 
     With the weights w of `query_gradients`, dv = Σ rows w · dout and dk = scale · Σ rows w · (dout · v − delta) · q,
     times the soft cap's slope. `first_row` and `end_row` leave out the blocks of rows that see none of these keys.
@@ -374,8 +387,10 @@ def key_gradients(
     if WANTS_V:
         dv_sum = tl.zeros((KEYS, V_WIDTH), tl.float32)
     if HAS_BITS:
-        first_bits = bits + tl.load(bit_starts + tile) + start // 64
-    for member in range(group):
+        first_bits = bits + kv_head * bits_head + tl.load(bit_starts + tile) + start // 64
+    share = tl.program_id(2).to(tl.int64)
+    heads_of_share = tl.cdiv(group, tl.num_programs(2))
+    for member in range(share * heads_of_share, tl.minimum((share + 1) * heads_of_share, group)):
         head = kv_head * group + member
         for block_start in range(first_row, end_row, ROWS):
             row = block_start + tl.arange(0, ROWS)
@@ -399,9 +414,12 @@ def key_gradients(
                 row_delta = tl.load(delta + row.to(tl.int64) * heads + head, mask=row < rows, other=0.0)
                 dscores = weights * (tl.dot(v_block, tl.trans(dout_block)) - row_delta[None, :]) * slope
                 dk_sum = tl.dot(dscores.to(q_block.dtype), q_block, dk_sum)
+    all_keys = tl.load(k_ends + tiles).to(tl.int64)
     if WANTS_K:
+        dk += share * all_keys * kv_heads * SIZE
         dk += (k_start.to(tl.int64) * kv_heads + kv_head) * SIZE
         _store_rows(dk, key, kv_heads * SIZE, keys, dk_sum * scale, SIZE, WIDTH)
     if WANTS_V:
+        dv += share * all_keys * kv_heads * V_SIZE
         dv += (k_start.to(tl.int64) * kv_heads + kv_head) * V_SIZE
         _store_rows(dv, key, kv_heads * V_SIZE, keys, dv_sum, V_SIZE, V_WIDTH)

@@ -83,12 +83,13 @@ def _launch_on_runs(
     sizes = {"SIZE": k.shape[2], "V_SIZE": v.shape[2], "WIDTH": padded_size(k), "V_WIDTH": padded_size(v)}
     if dout:
         sizes["PIECE"] = min(max(_PIECE, padded_size(v) // 4), padded_size(v))
-    limits = {"HAS_LEFT": launch.left is not None, "HAS_RIGHT": launch.right is not None, "COLUMNS": _COLUMNS}
+    limits = {"HAS_LEFT": launch.left is not None, "HAS_RIGHT": launch.right is not None}
+    limits |= {"COLUMNS": _COLUMNS, "BLOCK": 1}
     run_length = max(1, _LISTED_BYTES // (4 * max(1, columns)))  # a listed key takes 4 bytes
     for row_blocks in launch.blocks(1, of_keys=False).split(run_length):  # blocks of one row each
         rows = len(row_blocks)
         lists, counts = (row_blocks.new_empty(shape) for shape in ((rows, columns), (rows,)))
-        kernels.list_keys[(rows,)](
+        kernels.list_keys[rows, 1](
             *(indices, lists, counts, row_blocks, *launch.cu_seqlens, places, place_starts, columns),
             *(launch.left or 0, launch.right or 0),
             **limits,

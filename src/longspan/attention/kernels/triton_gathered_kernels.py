@@ -28,26 +28,32 @@ def list_keys(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Write to `lists` which of its chosen keys one row sees, as rows of k and v, and to `counts` how many.
 
-    `indices` are the chosen positions; `places` and `place_starts` are those of `KeyBits` in `tiles.py`.
+    `indices` (rows, choices, columns) are numbers of chosen blocks of BLOCK positions; the second program id is one of
+    the choices. `places` and `place_starts` are those of `KeyBits` in `tiles.py`.
     """
-    program = tl.program_id(0).to(tl.int64)
+    choices = tl.num_programs(1)
+    choice = tl.program_id(1).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64) * choices + choice
     tile, row, q_start, k_start, rows, keys = find_tile(blocks, q_ends, k_ends)
     first_place = tl.load(place_starts + tile)
     positions = tl.load(place_starts + tile + 1) - first_place
     aligned = row + keys - rows
-    indices += (q_start + row).to(tl.int64) * columns
+    indices += ((q_start + row).to(tl.int64) * choices + choice) * columns
+    lists += program * columns * BLOCK
     written = tl.zeros((), tl.int32)
-    for start in range(0, columns, COLUMNS):
+    for start in range(0, columns * BLOCK, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        index = tl.load(indices + column, mask=column < columns, other=-1)
-        is_key = (index >= 0) & (index < positions)
+        block = tl.load(indices + column // BLOCK, mask=column < columns * BLOCK, other=-1)
+        index = block * BLOCK + column % BLOCK
+        is_key = (block >= 0) & (index < positions)
         place = tl.load(places + first_place + index, mask=is_key, other=-1)
         seen = (place >= 0) & _is_visible(aligned, place, keys, left, right, HAS_LEFT, HAS_RIGHT)
         at = written + tl.cumsum(seen.to(tl.int32), 0) - 1
-        tl.store(lists + program * columns + at, k_start + place, mask=seen)
+        tl.store(lists + at, k_start + place, mask=seen)
         written += tl.sum(seen.to(tl.int32), 0)
     tl.store(counts + program, written)
 

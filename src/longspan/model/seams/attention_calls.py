@@ -120,6 +120,7 @@ def sharded_attention(
     for more than one batch row, and for a mask, unless it has no columns, as `indexers.py` gives it.
     """
     indices = getattr(attention_mask, "chosen", indices)
+    block_size = getattr(attention_mask, "block_size", 1)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # the decoder layer does not hand its keyword arguments on to attention
         running = running_layer()
@@ -133,6 +134,7 @@ def sharded_attention(
             "window": sliding_window,
             "chunk": chunk_size(module),
             "indexed": indices is not None or block_indices is not None,
+            "block_size": block_size if block_indices is None else module.indexer.block_size,
         }
         if attends_to_entries(module):
             compressor: Any = module.compressor
@@ -184,10 +186,12 @@ def sharded_attention(
         from longspan.model.seams.chosen_keys.blocks import attend_to_blocks
 
         return attend_to_blocks(module, q, k, v, checked_shard, block_indices[0], **options).unsqueeze(0), None
+    has_choice = indices is not None and indices.shape[-1] > 0
     out = attend(
         *(q, k, v, checked_shard),
         sinks=s_aux,
-        indices=None if indices is None or not indices.shape[-1] else indices.squeeze(0),
+        indices=indices.squeeze(0) if has_choice else None,
+        block_size=block_size if has_choice else 1,
         with_lse=False,
         **options,
     )

@@ -244,7 +244,10 @@ def checked_attend_calls(
         mask = Mask(window=recorded_call.window, chunk=recorded_call.chunk)
         # One head of each: how many there are does not matter to a kernel.
         call = AttendCall(
-            1, 1, *sizes, dtype, device, mask, softcap=recorded_call.softcap, indexed=recorded_call.indexed
+            *(1, 1, *sizes, dtype, device, mask),
+            softcap=recorded_call.softcap,
+            indexed=recorded_call.indexed,
+            block_size=recorded_call.block_size,
         )
         calls_of_layer = [call]
         try:

@@ -21,6 +21,7 @@ class RecordedCall:
     window: int | None = None
     chunk: int | None = None
     indexed: bool = False
+    block_size: int = 1
     # There is an entry for so many rows, beside the window; 0: none.
     entries: int = 0
     entries_chosen: bool = False

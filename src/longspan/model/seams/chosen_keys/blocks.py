@@ -2,7 +2,7 @@
 
 A block is scored by its best key, and blocks are counted from a document's first row. The class's own forward chooses,
 on runs of rows of one document, with index keys of all ranks in place of a cache. Each of its heads chooses for a group
-of key/value heads, which attend in a call of their own. As in transformers, indexers get no gradient.
+of key/value heads. As in transformers, indexers get no gradient.
 """
 
 from collections.abc import Callable
@@ -47,8 +47,6 @@ def attend_to_blocks(
     v: Tensor,
     shard: SequenceShard,
     blocks: Tensor,
-    *,
-    first_head: int,
     **options: Any,
 ) -> Tensor:
     """Attend from q (T, N, H) to the blocks of keys (heads of the indexer, T, b) that each row chose, −1 for none.
@@ -57,25 +55,18 @@ def attend_to_blocks(
     ModelError where heads cannot be dealt out so.
     """
     indexer = module.indexer
-    groups, heads, key_heads = len(blocks), q.shape[1], k.shape[1]
+    groups = len(blocks)
+    heads = q.shape[1]
+    key_heads = k.shape[1]
     if groups != indexer.num_heads or heads % groups or (key_heads % groups and groups % key_heads):
         raise ModelError(
             f"{type(module).__name__} attends with {heads} query heads and {key_heads} key/value heads here, and its "
             f"indexer chooses blocks for {indexer.num_heads} heads, which does not deal them out evenly; use tp 1"
         )
-    outs = list[Tensor]()
-    for group, chosen in enumerate(blocks):
-        first, last = group * heads // groups, (group + 1) * heads // groups
-        keys = slice(group * key_heads // groups, -(-(group + 1) * key_heads // groups))
-        out = attend(
-            *(q[:, first:last], k[:, keys], v[:, keys], shard),
-            indices=keys_of_blocks(chosen, indexer.block_size, shard.position_ids),
-            first_head=first_head + first,
-            with_lse=False,
-            **options,
-        )
-        outs.append(out)
-    return torch.cat(outs, 1)
+    if groups > key_heads:
+        k, v = (x.repeat_interleave(groups // key_heads, 1) for x in (k, v))
+    choices = blocks.transpose(0, 1).repeat_interleave(max(1, key_heads // groups), 1)
+    return attend(*(q, k, v, shard), indices=choices, block_size=indexer.block_size, with_lse=False, **options)
 
 
 def keys_of_blocks(blocks: Tensor, size: int, positions: Tensor) -> Tensor:

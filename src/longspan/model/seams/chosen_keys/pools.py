@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from longspan.attention.entries import EntryMembers, shard_entries
 from longspan.comm.autograd import break_graphs_around
 from longspan.model.kinds import has_gated_pools
+from longspan.model.seams.chosen_keys.blocks import keys_of_blocks
 from longspan.model.seams.chosen_keys.index_scores import can_score, choose_best_keys
 from longspan.model.seams.chosen_keys.row_runs import argument_rows, bind_arguments, row_runs
 from longspan.model.seams.model_calls import require_one_row_shard
@@ -29,16 +30,18 @@ _MASK_BUILDER = "build_attention_mask_from_topk"
 class ChosenKeys(Tensor):
     """A mask (1, 1, T, 0) without columns that carries the keys which each row chose: `chosen` (1, T, k), −1 for none.
 
-    A class that combines it with a mask of its own gets it back.
+    These are numbers of blocks of `block_size` positions. A class that combines it with a mask of its own gets it back.
     """
 
     chosen: Tensor
+    block_size: int
 
     @classmethod
-    def carry(cls, chosen: Tensor) -> "ChosenKeys":
+    def carry(cls, chosen: Tensor, block_size: int = 1) -> "ChosenKeys":
         """Make a mask that carries this choice."""
         mask = torch.empty((1, 1, chosen.shape[1], 0), dtype=torch.bool, device=chosen.device).as_subclass(cls)
         mask.chosen = chosen
+        mask.block_size = block_size
         return mask
 
     @classmethod
@@ -151,8 +154,9 @@ def choices_differ(indexer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> b
     whole = len(rows) // form.ratio
     pools = form.pools(rows[: whole * form.ratio].unflatten(0, (whole, form.ratio)))
     chosen = _choose_rows(form, *form.queries(arguments), pools, 0)
+    keys = keys_of_blocks(chosen, form.ratio, torch.arange(len(rows), device=rows.device))
     theirs = out[0, 0] if out.ndim == 4 else _as_mask(out[0], len(rows))
-    return not torch.equal(_as_mask(chosen, len(rows)), theirs)
+    return not torch.equal(_as_mask(keys, len(rows)), theirs)
 
 
 def _as_mask(positions: Tensor, count: int) -> Tensor:
@@ -164,35 +168,38 @@ def _form_of(indexer: nn.Module) -> _PoolForm:
     return _GatedPools(indexer) if has_gated_pools(indexer) else _MeanPools(indexer)
 
 
-def _hand_on(indexer: nn.Module, chosen: Tensor) -> Tensor:
-    """What attention expects of its indexer: positions, or a mask that says which keys it chose."""
-    return chosen if has_gated_pools(indexer) else ChosenKeys.carry(chosen)
+def _hand_on(indexer: nn.Module, pools: Tensor, positions: Tensor) -> Tensor:
+    """What attention expects of its indexer: the keys of its pools (1, T, b), or a mask that carries the pools."""
+    ratio = _form_of(indexer).ratio
+    if has_gated_pools(indexer):
+        return keys_of_blocks(pools[0], ratio, positions)[None]
+    return ChosenKeys.carry(pools, ratio)
 
 
 def _choose_nothing(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Indices without columns stand for every key."""
     hidden = bind_arguments(indexer, args, kwargs)["hidden_states"]
-    return _hand_on(indexer, hidden.new_empty((1, hidden.shape[1], 0), dtype=torch.int32))
+    nothing = hidden.new_empty((1, hidden.shape[1], 0), dtype=torch.int32)
+    return nothing if has_gated_pools(indexer) else ChosenKeys.carry(nothing)
 
 
 @break_graphs_around
 @torch.no_grad()
 def _choose_from_pools(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """Entered by every rank of a group. The choice is in positions of each row's document (1, T, k), −1 for none,
-    without columns where every row of the micro-batch sees all pools of its document."""
+    """Entered by every rank of a group. The choice is pools of each row's document (1, T, b), −1 for none, and as one
+    more the pool that the row is in; without columns where every row of the micro-batch sees all of its document."""
     arguments = bind_arguments(indexer, args, kwargs)
     hidden: Tensor = arguments["hidden_states"]
     count = hidden.shape[1]
     shard = cast(Any, running_layer().shard)
     if isinstance(shard, Probe):
-        return _hand_on(indexer, hidden.new_empty((1, count, 1), dtype=torch.int32))
+        return _hand_on(indexer, hidden.new_empty((1, count, 1), dtype=torch.int32), hidden.new_empty(count))
     shard = require_one_row_shard(type(indexer).__name__, shard, hidden.shape[0], count)
     form = _form_of(indexer)
     longest = max(shard.micro_batch.lengths, default=0)
     if isinstance(shard, SeparateRows) or longest // form.ratio <= form.most:
         return _choose_nothing(indexer, *args, **kwargs)
-    width = (form.most + 1) * form.ratio - 1
-    chosen = hidden.new_full((1, count, width), -1, dtype=torch.int32)
+    chosen = hidden.new_full((1, count, form.most + 1), -1, dtype=torch.int32)
     rows_of_keys = form.key_rows(arguments)
     for part, members in zip(shard.parts, shard_entries(shard, stride=form.ratio, most=form.most), strict=True):
         pools = _gather_pools(form, rows_of_keys[part.start : part.stop], members)
@@ -202,7 +209,7 @@ def _choose_from_pools(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             first = int(members.entries.firsts[document])
             seen = pools[first : first + positions.stop // form.ratio]
             chosen[0, rows] = _choose_rows(form, *queries, seen, positions.start)
-    return _hand_on(indexer, chosen)
+    return _hand_on(indexer, chosen, shard.position_ids)
 
 
 def _gather_pools(form: _PoolForm, rows: Tensor, members: EntryMembers) -> Tensor:
@@ -214,13 +221,13 @@ def _gather_pools(form: _PoolForm, rows: Tensor, members: EntryMembers) -> Tenso
 
 
 def _choose_rows(form: _PoolForm, q: Tensor, weights: Tensor, pools: Tensor, first_position: int) -> Tensor:
-    """Choose keys (R, k) int32 for rows at `first_position` and after, of the pools that the last of them sees."""
+    """Choose pools (R, b) int32 for rows at `first_position` and after, of the pools that the last of them sees; and
+    the pool after the last that a row sees, if the row has keys of it."""
     best = _choose_pools(form, q, weights, pools, first_position)
-    position = torch.arange(first_position, first_position + len(q), device=q.device)[:, None]
-    keys = best[..., None] * form.ratio + torch.arange(form.ratio, device=q.device)
-    keys = keys.masked_fill(best[..., None] < 0, -1).flatten(1)
-    tail = (position + 1) // form.ratio * form.ratio + torch.arange(form.ratio - 1, device=q.device)
-    return torch.cat([keys, tail.masked_fill(tail > position, -1)], 1).int()
+    position = torch.arange(first_position, first_position + len(q), device=q.device)
+    ended = (position + 1) // form.ratio
+    tail = ended.masked_fill(ended * form.ratio > position, -1)
+    return torch.cat([best, tail[:, None]], 1).int()
 
 
 def _choose_pools(form: _PoolForm, q: Tensor, weights: Tensor, pools: Tensor, first_position: int) -> Tensor:
