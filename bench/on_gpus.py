@@ -38,6 +38,10 @@ CHOICES = {"auto": "true --train.device_memory_limit 51539607552"} | {
 }
 ATTENTION = "{python} bench/attention/attention_types.py --types p2p,all_gather,a2a --no_peers --out {out}"
 INDEXED = "{python} bench/attention/indexed_attention.py --out {out}"
+# Layers whose rows choose pools or blocks, or see entries; transformers 5.24 has their classes.
+SPARSE = "{python} bench/attention/sparse_layers.py --out {out}"
+SPARSE_STEP = "{python} bench/training/sparse_step.py"
+SPARSE_KINDS = {"qsa": "QSA", "csa": "CSA", "hca": "HCA", "m3": "MiniMax-M3"}
 SHORT = ATTENTION.replace(",a2a", "")
 NODES = "sh bench/two_nodes.sh --rate 1.25G"  # a link of 10 Gbit/s, the same at all times; without a rate it varies
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
@@ -316,6 +320,23 @@ RUNS = (
     GpuRun("indexed-attention-one", 180, f"{INDEXED} --world 1", gpus=1),
     GpuRun("indexed-attention", 130, f"{INDEXED} --world 2"),
     GpuRun("indexed-step", 90, "{torchrun} bench/training/indexed_step.py --out {out}"),
+    *(GpuRun(f"sparse-{name}", 120, f"{SPARSE} --kinds {kind}", gpus=1) for name, kind in SPARSE_KINDS.items()),
+    GpuRun("sparse-crossing", 150, f"{SPARSE} --kinds QSA,MiniMax-M3 --lengths 8192,16384,32768,65536", gpus=1),
+    *(
+        GpuRun(f"sparse-losses-{name}", 150, f"{{torchrun}} bench/training/sparse_step.py --kinds {kind} --out {{out}}")
+        for name, kind in SPARSE_KINDS.items()
+    ),
+    *(
+        GpuRun(
+            f"sparse-step-{name}" if gpus == 1 else f"sparse-step-{name}-{gpus}",
+            120,
+            f"sh -c '{SPARSE_STEP} --kinds {kind} --write {{folder}}/{name} && {PRICED} --world {gpus} "
+            f"--planners fixed --model.config {{folder}}/{name} --sequences 65536 {RECOMPUTED}'",
+            gpus,
+        )
+        for name, kind in SPARSE_KINDS.items()
+        for gpus in (1, 2)
+    ),
     GpuRun("two-nodes", 120, f"{NODES} longspan bench calibrate --out {{out}}"),
     GpuRun(
         "two-nodes-attention",

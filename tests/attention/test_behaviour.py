@@ -169,7 +169,7 @@ def lse_errors(world):
             options = {"window": window, "cp_comm_type": kind, "with_lse": True}
             local = [*leaves_of(shard, tensors), logits.clone().to(shard.device).requires_grad_()]
 
-            def call(q, k, v, sinks, options=options):
+            def call(q, k, v, sinks, options=options, slice_bytes=slice_bytes):
                 with patch.object(all_to_all, "SLICE_BYTES", slice_bytes):
                     return attend(q, k, v, shard, sinks=sinks, **options)
 
