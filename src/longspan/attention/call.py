@@ -178,8 +178,8 @@ class Kernel:
     is what the kernel depends on; `unsupported_reason` returns what this installation or device lacks of that ("" where
     nothing). `features` are those of a call that it can compute, `required` those that a call must have.
     `one_document_only`: by name it runs every launch, but without a name it is chosen only for calls with one document
-    in each group, and only for calls of which `pays` says so. `takes_deltas` tells of a call whether backward takes
-    dout · out of each row and head in place of the output.
+    in each group, and only for calls of which `pays` says so (None: all). `takes_deltas` tells of a call whether
+    backward takes dout · out of each row and head in place of the output.
     """
 
     name: str
@@ -195,7 +195,7 @@ class Kernel:
     needs: str = ""
     unsupported_reason: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
     takes_deltas: Callable[[AttendCall], bool] = field(default=lambda call: False, repr=False)
-    pays: Callable[[AttendCall], bool] = field(default=lambda call: True, repr=False)
+    pays: Callable[[AttendCall], bool] | None = field(default=None, repr=False)
 
     def unsupported_call_reason(self, call: AttendCall) -> str:
         """Return why this kernel cannot compute the call, as "needs …, got …"; "" where it can."""
@@ -226,8 +226,9 @@ class Kernel:
 
     def suits(self, call: AttendCall) -> bool:
         """Whether the kernel can compute the call and may be chosen without being named."""
-        is_worth_it = (call.one_document or not self.one_document_only) and self.pays(call)
-        return is_worth_it and not self.unsupported_call_reason(call)
+        if self.pays is not None and not self.pays(call):
+            return False
+        return (call.one_document or not self.one_document_only) and not self.unsupported_call_reason(call)
 
 
 def unsupported_capability_reason(device: torch.device, capabilities: range, named: str) -> str:
