@@ -307,7 +307,7 @@ def timed(run: Callable[[], float]) -> tuple[list[float], int]:
 
 
 def ways_of(name: str, layer: Layer) -> dict[str, tuple[nn.Module, str | None]]:
-    sparse = {"sparse": (layer.module, None)}
+    sparse: dict[str, tuple[nn.Module, str | None]] = {"sparse": (layer.module, None)}
     on_gpu = layer.shard.device.type == "cuda"
     if name in ("QSA", "MiniMax-M3") and on_gpu:
         sparse = {"sparse": (layer.module, "triton_blocks"), "masked": (layer.module, "triton_flash")}

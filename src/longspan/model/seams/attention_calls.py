@@ -4,7 +4,7 @@ Which rows see which is the shard's, never a mask tensor of the model's; Llama 4
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +134,7 @@ def sharded_attention(
             "window": sliding_window,
             "chunk": chunk_size(module),
             "indexed": indices is not None or block_indices is not None,
-            "block_size": block_size if block_indices is None else module.indexer.block_size,
+            "block_size": block_size if block_indices is None else cast(Any, module.indexer).block_size,
         }
         if attends_to_entries(module):
             compressor: Any = module.compressor
@@ -186,12 +186,12 @@ def sharded_attention(
         from longspan.model.seams.chosen_keys.blocks import attend_to_blocks
 
         return attend_to_blocks(module, q, k, v, checked_shard, block_indices[0], **options).unsqueeze(0), None
-    has_choice = indices is not None and indices.shape[-1] > 0
+    chosen = None if indices is None or not indices.shape[-1] else indices.squeeze(0)
     out = attend(
         *(q, k, v, checked_shard),
         sinks=s_aux,
-        indices=indices.squeeze(0) if has_choice else None,
-        block_size=block_size if has_choice else 1,
+        indices=chosen,
+        block_size=1 if chosen is None else block_size,
         with_lse=False,
         **options,
     )
