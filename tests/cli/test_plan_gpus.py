@@ -30,7 +30,7 @@ from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.resolve.facts import Facts
 from longspan.resolve.resolved import resolve
 from longspan.resolve.run_cost import find_run_cost
-from longspan.resolve.ways import UNIT, Ranking, Way, fit_way, rank_ways, set_usual_mode
+from longspan.resolve.ways import UNIT, Ranking, Way, fit_way, rank_ways, set_default_mode
 from longspan.run.checks import check_config
 from tests.plan.shape.test_packed import LLAMA_70B, QWEN3_32B
 from tests.run.runs.test_images_run import model_folder, rows_with_images
@@ -433,7 +433,7 @@ def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], model: s
     config = load_config(None, given | {"run.machine": "h200", "context.context_parallel_size": 2} | keys)
     gpus = Gpus(machine=Machine(), count=4, bytes=24 << 30, host_bytes=8 << 30, name="H200")
     run = GpuRun.with_model(config, gpus)
-    way = Way(set_usual_mode(config), run.facts([(30000, 20000), (9000,)].__getitem__, 2))
+    way = Way(set_default_mode(config), run.facts([(30000, 20000), (9000,)].__getitem__, 2))
     plans = way.plan_steps([0, 1])
     memory = way.choose_memory(plans, run.known_budget())
     slots, tp = run.home.slots, run.home.tp

@@ -19,7 +19,7 @@ from datasets import disable_progress_bars
 import longspan.hf
 from longspan.errors import ConfigError
 from longspan.hf import LongspanArguments, with_longspan
-from longspan.hf.refusals import _OF_LAUNCHER, _SETTINGS
+from longspan.hf.refusals import _LAUNCHER_SETTINGS, _SETTINGS
 from longspan.testing import run_ranks
 from tests.hf.tiny import conversations, model_of, tokenizer
 from tests.train.small import write_texts
@@ -106,7 +106,7 @@ def test_the_page_on_trainers_is_one_program(tmp_path: Path) -> None:
 
 def test_the_page_of_refusals_lists_every_setting() -> None:
     page = (ROOT / "docs/limits.md").read_text()
-    assert not [name for name in (*_SETTINGS, *_OF_LAUNCHER) if f"`{name}`" not in page]
+    assert not [name for name in (*_SETTINGS, *_LAUNCHER_SETTINGS) if f"`{name}`" not in page]
 
 
 def one_process_of_two(rank: int) -> str:

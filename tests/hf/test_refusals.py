@@ -18,7 +18,7 @@ from longspan.errors import LongspanError, ModelError
 from longspan.hf import LongspanArguments, LongspanTrainer, with_longspan
 from longspan.hf.facade import TokenOutput
 from longspan.hf.one_process import OneProcess
-from longspan.hf.refusals import _OF_LAUNCHER, _SETTINGS, refusals_of_arguments, refuse_hooks
+from longspan.hf.refusals import _LAUNCHER_SETTINGS, _SETTINGS, refusals_of_arguments, refuse_hooks
 from longspan.testing import run_ranks
 from tests.hf.stock import CP2, Run
 from tests.hf.test_grpo import RuledGRPO, luck, prompts
@@ -387,7 +387,7 @@ def test_is_refused_by_name(name: str, found: dict[str, tuple[str, bool]]) -> No
     assert not re.search(r"\b(context|parallel|train|run)\.\w|--world|longspan\.save_model", message), "words of a run"
 
 
-@pytest.mark.parametrize("name", _OF_LAUNCHER)
+@pytest.mark.parametrize("name", _LAUNCHER_SETTINGS)
 def test_what_accelerate_launch_asks_for_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = GRPOConfig(**Run("unused").arguments(), num_generations=2)
     monkeypatch.setenv(name, "true")

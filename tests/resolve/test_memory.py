@@ -27,7 +27,7 @@ from longspan.resolve.kept_rows import FILE, SlotRows, halve_kept_rows, keys_tha
 from longspan.resolve.planner_config import home_of
 from longspan.resolve.resolved import resolve
 from longspan.resolve.run_cost import memory_settings_of_run
-from longspan.resolve.ways import UNIT, Fit, Way, find_longest, rank_ways, set_usual_mode
+from longspan.resolve.ways import UNIT, Fit, Way, find_longest, rank_ways, set_default_mode
 from longspan.run import loop, warm_up
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 from longspan.testing import backend, run_ranks
@@ -208,7 +208,7 @@ def test_a_mode_auto_is_free_where_weights_fit_whole_and_steps_are_faster() -> N
         way = way_of(config, layers=4, home=home, lengths_of_step=lambda step: lengths, steps=1)
         fit = fit_in(way, gib * GIB, 64 * GIB)
         assert fit.way.config.context.mode == mode, (mode, gib, keys, fit.memory)
-    assert set_usual_mode(config_of()).context.mode == "lockstep"
+    assert set_default_mode(config_of()).context.mode == "lockstep"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from longspan.resolve.facts import Facts
 from longspan.resolve.planner_config import PlannerConfig, StepPlanner, plan_by_custom_planner, plan_steps_ahead
 from longspan.resolve.resolved import Reasons, choose_evaluation_degree, resolve
 from longspan.resolve.run_cost import KEY, find_run_cost, read_run_machine
-from longspan.resolve.ways import RankedWay, Way, set_usual_mode
+from longspan.resolve.ways import RankedWay, Way, set_default_mode
 from longspan.run.checks import check_config
 from longspan.run.metrics import read_metrics
 from longspan.testing import run_ranks
@@ -242,7 +242,7 @@ def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
         assert (context.planner, evaluation.planner) == (planner, planner), keys
         is_given = "context.context_parallel_size" in keys or (planner == "dynamic" and keys)
         assert bool(reason) != bool(is_given), (keys, reason)
-        assert (resolved.config == set_usual_mode(given)) == bool(is_given), keys
+        assert (resolved.config == set_default_mode(given)) == bool(is_given), keys
         if planner == "dynamic" or is_given:
             continue
         seconds, cost = dict[int, float](), Way(resolved.config, facts).cost()

@@ -16,7 +16,7 @@ from longspan.config.file import load_config, to_toml
 from longspan.config.keys import key_value
 from longspan.resolve.planner_config import PlannerConfig
 from longspan.resolve.resolved import resolve
-from longspan.resolve.ways import set_usual_mode
+from longspan.resolve.ways import set_default_mode
 from tests.resolve.choices import FILE, Case, cases, choose, facts_of
 
 PINNED: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def test_nothing_is_planned_where_nothing_is_open() -> None:
     given = replace(given, context=replace(given.context, max_tokens_per_slot=8192))
     fail = replace(facts, budget=None, lengths_of_step=lambda step: pytest.fail("no step is looked at"))
     resolved = resolve(given, fail)
-    assert resolved.config == set_usual_mode(given) and resolved.memory is None and not resolved.reasons.ways
+    assert resolved.config == set_default_mode(given) and resolved.memory is None and not resolved.reasons.ways
     assert PlannerConfig.training(resolved.config).degree == 2
 
 

@@ -55,7 +55,7 @@ from longspan.model.weights.hf_folder import raise_model_error, read_configurati
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles, vocabulary_files
 from longspan.model.weights.write import (
-    OF_MODEL,
+    MODEL_PATTERN,
     WeightTotals,
     WeightWriter,
     make_partial_folder,
@@ -103,7 +103,7 @@ def add_run_depths(
 
 
 _REPLACED = "|".join(
-    [OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, PROCESSOR_FILES)]
+    [MODEL_PATTERN, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, PROCESSOR_FILES)]
 )
 
 

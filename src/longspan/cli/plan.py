@@ -18,7 +18,7 @@ from longspan.resolve.planner_config import PlannerConfig, default_rows
 from longspan.resolve.ways import Way, with_node_size_of_machine
 
 # Flags and keys of which --which-eval-degree reads none.
-OF_TRAINING = ("gpu", "gpu_bytes", "longest", "compare", "write", "show", "plot")
+TRAINING_FLAGS = ("gpu", "gpu_bytes", "longest", "compare", "write", "show", "plot")
 KEYS_OF_TRAINING = ("context.planner", "context.mode", "context.context_parallel_size", "data.path")
 
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _answer_eval_degree(flags: PlanFlags, question: Question) -> int:
     """Returns the exit code."""
-    unread = [f"--{name}" for name in OF_TRAINING if getattr(flags, name)]
+    unread = [f"--{name}" for name in TRAINING_FLAGS if getattr(flags, name)]
     flag_of_key = {key[2:]: flag for flag, key in KEY_OF_PLAN_FLAG.items()}
     unread += [flag_of_key[key] for key in KEYS_OF_TRAINING if question.gives_any(key)]
     if unread:

@@ -63,7 +63,7 @@ _SETTINGS: dict[str, str] = {
     "push_to_hub": "files are pushed by one process; push the saved folder afterwards",
 }
 # What the configuration of `accelerate launch` asks for, as accelerate reads it.
-_OF_LAUNCHER: dict[str, str] = {
+_LAUNCHER_SETTINGS: dict[str, str] = {
     "ACCELERATE_USE_DEEPSPEED": _SETTINGS["deepspeed"],
     "ACCELERATE_USE_FSDP": _SETTINGS["fsdp"],
     "ACCELERATE_USE_MEGATRON_LM": f"Megatron-LM would shard and step on its own; leave it out: {_LAYOUT}",
@@ -89,7 +89,7 @@ def refusals_of_arguments(
             f"args.mixed_precision is {args.mixed_precision!r}, from the launcher's ACCELERATE_MIXED_PRECISION, which "
             "a longspan trainer does not run; use bf16"
         )
-    for name, why in _OF_LAUNCHER.items():
+    for name, why in _LAUNCHER_SETTINGS.items():
         if (value := os.environ.get(name, "no")).lower() not in ("", "no", "false", "0"):
             yield (
                 f"{name} is {value!r} in the environment, from the configuration of accelerate launch, which "

@@ -19,7 +19,7 @@ from longspan.model.prepared import PrepareOptions
 from longspan.model.weights.fill import find_folder, stored_formats
 from longspan.model.weights.hf_folder import planned_configuration
 from longspan.plan import MemoryPlan
-from longspan.resolve.resolved import Resolved, set_usual_mode
+from longspan.resolve.resolved import Resolved, set_default_mode
 from longspan.resolve.run_cost import find_run_cost
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
 
@@ -63,7 +63,7 @@ def resolve_trainer(trainer: Any) -> Resolved:
         config = config.with_keys("context", max_tokens_per_slot=0)
     if not lengths:
         cost = find_run_cost(config, model, _log.info, gpu=gpu, slots=world.home.slots)
-        return Resolved(set_usual_mode(config), None, cost)
+        return Resolved(set_default_mode(config), None, cost)
     # Steps with lengths drawn at random stand for all steps. `trainer.args` has the batch of all ranks.
     rows_of_step = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
 

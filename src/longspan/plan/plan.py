@@ -30,7 +30,7 @@ from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode, comm_
 from longspan.plan.step_times import Timeline, lower_bound_seconds, slot_rows, timeline
 
 NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
-OF_DEFAULT = (
+DEFAULT_COST_NOTE = (
     ', the default: cost=Machine.known("h100").cost("FOLDER"), or --machine h100 --model FOLDER, prices yours'
 )
 
@@ -368,7 +368,7 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         f"  documents   {len(plan.lengths):>14,}   {spread}",
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
         f"  predicted   {seconds_text(seconds):>14}   {ratio}",
-        f"  priced for  {cost.source or NO_MACHINE}{OF_DEFAULT if cost.source == DEFAULT_SOURCE else ''}",
+        f"  priced for  {cost.source or NO_MACHINE}{DEFAULT_COST_NOTE if cost.source == DEFAULT_SOURCE else ''}",
     ]
     if cost.closing_seconds:
         closing = seconds_text(cost.closing_seconds)

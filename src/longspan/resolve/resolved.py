@@ -26,7 +26,7 @@ from longspan.resolve.ways import (
     Way,
     prefix_tree_notes,
     rank_ways,
-    set_usual_mode,
+    set_default_mode,
     with_node_size_of_machine,
 )
 
@@ -121,7 +121,7 @@ def resolve(config: RunConfig, facts: Facts, given: BindingKeys | None = None) -
         resolved = _resolve_by_best_way(config, ranking)
     else:
         notes = list[str]()
-        way = Way(set_usual_mode(config), facts)
+        way = Way(set_default_mode(config), facts)
         resolved = Resolved(way.config, None, way.cost(notes=notes), Reasons(notes=tuple(notes)))
     notes = (*unplanned, *resolved.reasons.notes)
     reasons = replace(resolved.reasons, partition=partition, notes=notes)
@@ -136,7 +136,7 @@ def leaves_plans_open(config: RunConfig) -> bool:
 
 def _resolve_by_best_way(config: RunConfig, ranking: Ranking) -> Resolved:
     best = ranking.best
-    chosen = set_usual_mode(best.way.config)
+    chosen = set_default_mode(best.way.config)
     choice = best.way.choice
     notes = [*best.notes, *prefix_tree_notes(config, best)]
     if config.context.planner == AUTO and not choice.has_one_degree:

@@ -230,7 +230,7 @@ def with_node_size_of_machine(config: RunConfig, facts: Facts) -> RunConfig:
     return config.with_keys("context", node_size=max(1, ranks_of_host // facts.home.tp))
 
 
-def set_usual_mode(config: RunConfig) -> RunConfig:
+def set_default_mode(config: RunConfig) -> RunConfig:
     """Return the configuration with lockstep in place of a mode "auto"."""
     if config.context.mode == AUTO:
         return config.with_keys("context", mode="lockstep")
@@ -389,7 +389,7 @@ def leanest_fit(config: RunConfig, facts: Facts) -> Fit:
     """Fit the heaviest steps to the way that needs least memory: a document over the most slots, and fewest rows, in a
     ring. Fixed plans come before dynamic ones of the same degree, which may spread a document over fewer slots.
     """
-    open_ways = _list_open_ways(set_usual_mode(config), facts, BindingKeys())
+    open_ways = _list_open_ways(set_default_mode(config), facts, BindingKeys())
     way = max(open_ways, key=lambda way: (way.choice.widest_degree(facts.home) or 0, way.choice.has_one_degree))
     if way.config.context.max_tokens_per_slot == AUTO:
         way = way.with_context(max_tokens_per_slot=way.limits_of_rows()[0])
@@ -405,7 +405,7 @@ def _best_fit_of_open_way(open_way: Way) -> Fit:
     context = open_way.config.context
     facts = open_way.facts
     open_way.choice.check_fits(facts.longest_document, facts.home)
-    in_lockstep = replace(open_way, config=set_usual_mode(open_way.config))
+    in_lockstep = replace(open_way, config=set_default_mode(open_way.config))
     rows_open = context.max_tokens_per_slot == AUTO
     ways = _sort_by_rows(in_lockstep) if rows_open else [in_lockstep]
     tried = list[Fit]()

@@ -131,7 +131,7 @@ class StepEnd:
             return self._split_and_check_sums(copy.wait(), pieces)
         except BaseException:
             # The scale was no number: nothing but the counts has changed.
-            one_pass.take_back_counts(self.optimizer.state)
+            one_pass.undo_step_counts(self.optimizer.state)
             raise
 
     def _split_and_check_sums(self, values: Sequence[float], pieces: Sequence[Tensor]) -> StepSums:

@@ -18,7 +18,7 @@ from longspan import Layout, World, load_model, save_model, weights_by_name
 from longspan.errors import ModelError
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.saving.stock_folders import load_weights
-from longspan.model.weights.write import OF_MODEL, make_partial_folder, replace_files
+from longspan.model.weights.write import MODEL_PATTERN, make_partial_folder, replace_files
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted, base_model
@@ -129,7 +129,7 @@ def test_nothing_is_lost_or_mixed_where_a_save_is_interrupted(
 
     monkeypatch.setattr(Path, "rename", interrupted)
     try:
-        replace_files(partial, folder, OF_MODEL)
+        replace_files(partial, folder, MODEL_PATTERN)
         assert next(moves) <= stop
     except KeyboardInterrupt:
         pass

@@ -81,7 +81,7 @@ def test_a_scale_that_is_no_number_takes_no_step(offloaded: bool) -> None:
             inner.gradient_scale = torch.tensor(math.nan)
             optimizer.step()
             inner.gradient_scale = None
-            inner.take_back_counts(optimizer.state)
+            inner.undo_step_counts(optimizer.state)
             assert all(map(torch.equal, before, [model[0], *optimizer.state[model[0]].values()]))
         optimizer.step()
         after.append([model[0].detach(), *optimizer.state[model[0]].values()])

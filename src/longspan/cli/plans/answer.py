@@ -67,7 +67,7 @@ SHOWN = (
     "mtp",
     "encoder",
 )  # sections whose keys an answer repeats
-OF_MODELS = ("model.dtype", "model.compute_dtype", "model.frozen")
+MODEL_KEYS = ("model.dtype", "model.compute_dtype", "model.frozen")
 WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 
 
@@ -227,7 +227,7 @@ def run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
 
     Models and data are named elsewhere; train.plan_memory decides MEMORY_KEYS that are not given.
     """
-    names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
+    names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in MODEL_KEYS}
     for section, kind in section_kinds().items():
         if section in ("lora", "mtp", "parallel"):
             values = vars(getattr(config, section))

@@ -28,7 +28,7 @@ from longspan.model.presets import PRESETS, find_published_preset
 AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
 PROG = "longspan plan"
 DEFAULT_MODEL = "qwen3-8b"  # where neither a model nor GPUs are named
-OF_DOCUMENTS = ("lengths", "same", "distribution", "tokens", "longest_document", "seed")
+DOCUMENT_FLAGS = ("lengths", "same", "distribution", "tokens", "longest_document", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)

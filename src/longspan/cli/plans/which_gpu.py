@@ -34,7 +34,7 @@ from longspan.resolve.facts import Facts
 
 # --gpu takes this word.
 ALL_GPUS = "all"
-OF_ONE_GPU = (
+ONE_GPU_FLAGS = (
     "gpu_bytes",
     "tflops",
     "compare",
@@ -91,7 +91,7 @@ def answer_which_gpu(flags: GpuFlags, question: Question) -> int:
 
     Raises ConfigError for flags that are of one GPU.
     """
-    given = [flag_text(f"--{name}") for name in OF_ONE_GPU if getattr(flags, name)]
+    given = [flag_text(f"--{name}") for name in ONE_GPU_FLAGS if getattr(flags, name)]
     given += ["run.machine"] if question.config.run.machine else []
     if given:
         raise ConfigError(

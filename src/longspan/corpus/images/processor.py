@@ -25,8 +25,8 @@ from longspan.model.vision.image_inputs import GRIDS, IN_DOCUMENT, PIXELS, SIZES
 from longspan.model.weights.hf_folder import folder_error_text
 
 # Fields of a processor's output that are not about images.
-_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
-_OF_TEXT |= {"num_soft_tokens_per_image"}  # how many placeholders Gemma 4 writes
+_TEXT_OUTPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+_TEXT_OUTPUTS |= {"num_soft_tokens_per_image"}  # how many placeholders Gemma 4 writes
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)
 # Sizes that show whether all images take the same placeholders.
 _PROBES = tuple((a, b) for a in _SIDES for b in _SIDES if max(a, b) <= 8 * min(a, b))
@@ -205,7 +205,7 @@ def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
     Pixels are (n, 3, H, W), for n tiles. Where a processor returns (1, n, 3, H, W), the leading dim is removed, from
     pixels and from other fields whose first two dims are (1, n).
     """
-    tensors = {name: _as_tensor(name, value) for name, value in outputs.items() if name not in _OF_TEXT}
+    tensors = {name: _as_tensor(name, value) for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
     pixels = tensors.pop(PIXELS)
     leading_dims = pixels.shape[:2] if pixels.ndim == 5 else None
     grid = tensors.pop(GRIDS, None)

@@ -40,7 +40,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     | {"patch_size": 16}
     | _HALF,
 }
-_OF_PROCESSORS = {"Qwen2VLProcessor": _QWEN2, "Qwen2_5_VLProcessor": _QWEN2, "Qwen3VLProcessor": _QWEN3}
+_VIDEO_TYPES = {"Qwen2VLProcessor": _QWEN2, "Qwen2_5_VLProcessor": _QWEN2, "Qwen3VLProcessor": _QWEN3}
 _RESIZE = {
     _QWEN2: "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
     _QWEN3: "transformers.models.qwen3_vl.video_processing_qwen3_vl",
@@ -71,7 +71,7 @@ class VideoProcessor:
         nested = read_settings(folder / NESTED).get("video_processor")
         stock_name = type(stock).__name__
         folder_settings = nested or read_settings(folder / OWN_FILE) or read_settings(folder / LEGACY)
-        kind = (folder_settings.get("video_processor_type") or _OF_PROCESSORS.get(stock_name, "")).removesuffix(
+        kind = (folder_settings.get("video_processor_type") or _VIDEO_TYPES.get(stock_name, "")).removesuffix(
             "Fast"
         )
         if kind not in _DEFAULTS or getattr(stock, "video_token_id", None) is None:

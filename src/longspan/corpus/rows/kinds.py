@@ -61,7 +61,7 @@ KIND_TEXTS: dict[str, str] = {
     PAIRS: "chosen and rejected (pairs)",
 }
 # ms-swift replaces them by the words and boxes of `objects`.
-_OF_OBJECTS = ("<ref-object>", "<bbox>")
+_OBJECT_MARKS = ("<ref-object>", "<bbox>")
 _HINTS = {
     "chosen": "; the other answer of a pair is called rejected",
     "rejected": "; the other answer of a pair is called chosen",
@@ -71,7 +71,7 @@ _KEYS_TEXT = "text, messages, prompt and completion, input_ids, conversations, i
 _KEYS_TEXT += "or chosen and rejected"
 _COLUMNS = '; data.rename_columns gives columns other names, as ["prompt=question", "completion=answer"]'
 # Keys of a row that may hold tools, and what the JSON of their schemas has, perhaps inside of strings.
-_OF_TOOLS = re.compile(r"(?i).*(tool|func|plugin).*|(.*_)?apis?(_.*)?")
+_TOOL_KEYS = re.compile(r"(?i).*(tool|func|plugin).*|(.*_)?apis?(_.*)?")
 _SCHEMA = re.compile(r'\\*"(name|function|description|parameters|input_?schema)\\*"\s*:', re.IGNORECASE)
 # rows of text, of input_ids, and any others; a message of a chat
 Place = Literal["text", "tokens", "chat", "message"]
@@ -135,7 +135,7 @@ def check_objects(values: Mapping[str, Any]) -> None:
     keys = ("messages", "prompt", "completion") if values.get("objects") else ()
     named_texts = (named_text for key in keys for named_text in strings_with_places(values.get(key), key))
     for path, text in named_texts:
-        if name := next((name for name in _OF_OBJECTS if name in text), None):
+        if name := next((name for name in _OBJECT_MARKS if name in text), None):
             raise RowError(
                 f'{path} holds {name}, for which "objects" has words or boxes that are not put in here; write them '
                 "into the text as the model takes them"
@@ -160,7 +160,7 @@ def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -
     for key in values:  # tools under another name
         if (
             key not in readable
-            and _OF_TOOLS.fullmatch(key)
+            and _TOOL_KEYS.fullmatch(key)
             and _SCHEMA.search(json.dumps(values[key], default=str))
         ):
             raise RowError(

@@ -46,7 +46,7 @@ _HEAD_SIZES = (
     "d_kv",
     "global_head_dim",
 )
-_OF_LATENTS = ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
+_LATENT_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 PICKED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 EXPERT_GROUPS = ("n_group", "num_expert_group")
@@ -163,7 +163,7 @@ class _SmallAttributes:
 
     def _small_integer(self, name: str, value: int) -> int:
         true_heads = self.sizes.true_heads
-        if true_heads and name in _OF_LATENTS:
+        if true_heads and name in _LATENT_SIZES:
             return value
         if name in _FIXED:
             return _FIXED[name]
@@ -382,7 +382,7 @@ PATCH = 4
 SIDE = 16
 _TOKENS = ("_token_id", "_token_index", "_patch_id")
 _TOKENS_OF_TEXT = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
-_OF_TEXT = ("out_hidden_size", "text_hidden_size", "text_config_hidden_size")  # names of the text model's width
+_TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "text_config_hidden_size")  # names of the text model's width
 _TOWER: Mapping[str, Any] = {
     "num_position_embeddings": (SIDE // PATCH) ** 2, "num_patches": (SIDE // PATCH) ** 2,
     "position_embedding_size": 64, "posemb_grid_size": 4, "pos_emb_height": 8, "pos_emb_width": 8,
@@ -427,7 +427,7 @@ def small_image_values(values: dict[str, Any], base: type | None) -> dict[str, A
 def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
     """`width` is that of the text model; None: unknown."""
     tower = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
-    tower |= {name: width for name in _OF_TEXT if name in vision and width}
+    tower |= {name: width for name in _TEXT_WIDTHS if name in vision and width}
     for name, side in (("image_size", SIDE), ("patch_size", PATCH)):
         if isinstance(vision.get(name), list | tuple):
             tower[name] = [side] * 2

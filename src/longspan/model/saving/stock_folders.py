@@ -44,8 +44,8 @@ from longspan.model.weights.hf_folder import no_progress_bars, remove_code_and_q
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
 from longspan.model.weights.tied_names import tied_names
 from longspan.model.weights.write import (
-    OF_ADAPTER,
-    OF_MODEL,
+    ADAPTER_PATTERN,
+    MODEL_PATTERN,
     WeightWriter,
     make_partial_folder,
     replace_files,
@@ -110,7 +110,7 @@ def _save_weights(
     def finish_files() -> None:
         writer.finish()
         write_all_but_weights(writer.empty, writer.folder, tokenizer)
-        replace_files(writer.folder, target, OF_MODEL)
+        replace_files(writer.folder, target, MODEL_PATTERN)
 
     _run_on_saving_rank(world, target, finish_files)
 
@@ -158,7 +158,7 @@ def _save_adapter(
     def write_files() -> None:
         unfinished = make_partial_folder(target)
         write_adapter(unfinished, adapter, tensors, tokenizer, modules)
-        replace_files(unfinished, target, OF_ADAPTER)
+        replace_files(unfinished, target, ADAPTER_PATTERN)
 
     _run_on_saving_rank(world, target, write_files)
 

@@ -63,7 +63,7 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
 
 
 # Every module has these: hooks, children, parameters.
-_OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def restore_attributes_after(model: nn.Module) -> Iterator[None]:
     """Restore attributes of modules, buffers among them, and the contents of their lists and dicts."""
     saved = list[tuple[Any, Any]]()
     for module in model.modules():
-        values = [value for name, value in vars(module).items() if name not in _OF_MODULES]
+        values = [value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
         containers = [value for value in values if type(value) in (list, dict, set, deque)]
         saved += [(container, copy.copy(container)) for container in (vars(module), *containers)]
     try:

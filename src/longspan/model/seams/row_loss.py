@@ -322,5 +322,5 @@ class _WatchedInput(Tensor):
         return out.as_subclass(Tensor) if isinstance(out, _WatchedInput) else out
 
 
-_OF_SHAPE: tuple[Any, ...] = (Tensor.shape, Tensor.device, Tensor.dtype, Tensor.ndim, Tensor.requires_grad)
-_WITHOUT_VALUES = {*(attribute.__get__ for attribute in _OF_SHAPE), Tensor.size, Tensor.dim, Tensor.numel}
+_SHAPE_ATTRIBUTES: tuple[Any, ...] = (Tensor.shape, Tensor.device, Tensor.dtype, Tensor.ndim, Tensor.requires_grad)
+_WITHOUT_VALUES = {*(attribute.__get__ for attribute in _SHAPE_ATTRIBUTES), Tensor.size, Tensor.dim, Tensor.numel}

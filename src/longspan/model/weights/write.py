@@ -25,9 +25,9 @@ from longspan.model.weights.tokenizer_files import TOKENIZER_FILES
 
 # Names of files that a saved adapter or model replaces. A saved model replaces an adapter's files too: transformers
 # would load the adapter, with the model that it belongs to, instead of the weights beside it.
-OF_ADAPTER = r"adapter_config\.json|adapter_model.*\.(safetensors|bin|json)"
-OF_MODEL = rf"config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|{OF_ADAPTER}"
-_OF_TOKENIZER = "|".join(map(re.escape, TOKENIZER_FILES))
+ADAPTER_PATTERN = r"adapter_config\.json|adapter_model.*\.(safetensors|bin|json)"
+MODEL_PATTERN = rf"config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|{ADAPTER_PATTERN}"
+_TOKENIZER_PATTERN = "|".join(map(re.escape, TOKENIZER_FILES))
 # A folder without one of these holds no model.
 _CONFIGURATIONS = ("config.json", "adapter_config.json")
 
@@ -58,7 +58,7 @@ def replace_files(partial: Path, folder: Path, replaced: str) -> None:
         partial.rename(folder.resolve())
         return
     new_names = sorted((path.name for path in partial.iterdir()), key=_CONFIGURATIONS.__contains__)
-    pattern = f"{replaced}|{_OF_TOKENIZER}" if {*new_names} & {*TOKENIZER_FILES} else replaced
+    pattern = f"{replaced}|{_TOKENIZER_PATTERN}" if {*new_names} & {*TOKENIZER_FILES} else replaced
     names = [path.name for path in folder.iterdir()]
     replaced_names = [name for name in names if name in new_names or re.fullmatch(pattern, name)]
     old_files = Path(mkdtemp(prefix=f"{folder.resolve().name}.replaced-", dir=partial.parent))

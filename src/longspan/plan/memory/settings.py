@@ -66,8 +66,8 @@ BUNDLE_NUMBERS = 1 << 26
 
 
 # optimizer.class of those that update each number of a parameter by itself
-_OF_TORCH = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
-UPDATES_PARTS = ("adamw", "sgd", *(f"torch.optim.{name}" for name in _OF_TORCH))
+_CLASSES = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+UPDATES_PARTS = ("adamw", "sgd", *(f"torch.optim.{name}" for name in _CLASSES))
 
 
 def _names_experts(target: str) -> bool:

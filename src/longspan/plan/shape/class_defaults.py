@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # What classes put into lists of layers where a file has no such list; by value, the types of model.
-_OF_LISTS: Mapping[tuple[str, Any], str] = {
+_LIST_VALUES: Mapping[tuple[str, Any], str] = {
     (
         "first_k_dense_replace",
         1,
@@ -61,7 +61,7 @@ def _find_default(model_type: str, attribute: str) -> Any:
 def _values() -> Mapping[_Key, Any]:
     rows = {text: json.loads(text) for text in set(_tables()["values"].values())}
     values = {key: rows[text] for key, text in _tables()["values"].items()}
-    of_lists = {(kind, name): value for (name, value), kinds in _OF_LISTS.items() for kind in kinds.split()}
+    of_lists = {(kind, name): value for (name, value), kinds in _LIST_VALUES.items() for kind in kinds.split()}
     return values | of_lists
 
 

@@ -114,7 +114,7 @@ class OnePassAdamW(AdamW):
         self._rounding.draws[parameter] += 1
         return key
 
-    def take_back_counts(self, state: Mapping[Any, dict[str, Any]] | None = None) -> None:
+    def undo_step_counts(self, state: Mapping[Any, dict[str, Any]] | None = None) -> None:
         """Count the last step as not taken: its scale was not a number and nothing changed, or it only made states.
 
         Counts of steps go down in `state` (None: this optimizer's own), and counts of drawn keys with them. Gradients

@@ -136,7 +136,7 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
         optimizer.step()
         if isinstance(optimizer, OnePassAdamW):
             # Random bits come from counts of steps, which become 0 below.
-            optimizer.take_back_counts()
+            optimizer.undo_step_counts()
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

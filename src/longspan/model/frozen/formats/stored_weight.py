@@ -140,7 +140,7 @@ def shared_scales(
 
 
 # Scales of activations and of caches, which say nothing of the weights.
-_OF_ACTIVATIONS = re.compile(r".*\.(activation|input|output|[qkv])_(scale|zero_point|global_scale)(_inv)?")
+_ACTIVATION_SCALES = re.compile(r".*\.(activation|input|output|[qkv])_(scale|zero_point|global_scale)(_inv)?")
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class StorageMethod:
         # Each weight's name has the tensors that make it, by their own names.
         groups = defaultdict[str, dict[str, Any]](dict)
         for name, tensor in tensors.items():
-            if _OF_ACTIVATIONS.fullmatch(name):
+            if _ACTIVATION_SCALES.fullmatch(name):
                 continue
             if end := next((end for end in self.endings if name.endswith(end)), ""):
                 groups[name.removesuffix(end) + self.endings[end]][name] = tensor
