@@ -72,9 +72,9 @@ class ConfigReader:
 
     def value(self, *names: str) -> Any:
         """Return the first of these attributes that is set, by each name that files of this type have for it; if a dict
-        leaves one out, its class's default (class_defaults.py) is set. None if none is. In place of an
-        intermediate_size that is not set, in families that name it otherwise: their attribute, or four times the hidden
-        size.
+        leaves one out, its class's default (class_defaults.py) is set, and goes before the names behind it, as in an
+        object of that class. None if none is. In place of an intermediate_size that is not set, in families that name
+        it otherwise: their attribute, or four times the hidden size.
         """
         for name in names:
             if (value := self._find_value(name)) is not None:
