@@ -208,6 +208,48 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
             assert all(e <= b for e, b in zip(relative, bound, strict=True)), case
 
 
+OF_BLOCKS = {  # heads, block size, blocks of a row, a choice for each key/value head
+    "Qwen4-Exp": ((24, 2, 256, 256), 4, 33, False),
+    "MiniMax-M3": ((64, 4, 128, 128), 128, 3, True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_chosen_blocks_at_the_head_sizes_of_models(name: str, device: str = "cuda") -> None:
+    """In bfloat16, beside float64 on the same numbers; the second time the same bits."""
+    shape, block_size, columns, by_head = OF_BLOCKS[name]
+    lengths = (900, 1, 323)
+    call = AttendCall(*shape, torch.bfloat16, torch.device(device), scale=shape[2] ** -0.5, indexed=True)
+    question = Question("", "", indices=columns, block_size=block_size, by_head=by_head)
+    indices = choices(question, lengths, shape[1]).to(device)
+    call = replace(call, block_size=block_size, by_head=by_head, indices=indices)
+    launch = causal_launch(lengths, None, call.device)
+    q, k, v, dout = drawn(shape, sum(lengths), torch.bfloat16, call.device)
+    wide = [x.double() for x in (q, k, v)]
+    exact_out, exact_lse = reference.forward(*wide, launch, call)
+    exact = (exact_out, exact_lse, *reference.backward(dout.double(), Saved(*wide, exact_out, exact_lse), launch, call))
+    saved = Saved(q, k, v, exact_out.bfloat16(), exact_lse.float())
+    for kernel in (find_kernel("triton_blocks"), find_kernel("triton_flash")):
+        assert not kernel.unsupported_call_reason(call), kernel.name
+        first, second = (
+            (*kernel.forward(q, k, v, launch, call), *kernel.backward(dout, saved, launch, call)) for _ in range(2)
+        )
+        relative = [relative_error(a, b) for a, b in zip(first, exact, strict=True)]
+        assert max(relative) <= 1e-2, (kernel.name, relative)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), kernel.name
+
+
+def causal_launch(lengths: Sequence[int], window: int | None, device: torch.device) -> Launch:
+    """Documents one after another, whose rows are queries and keys."""
+    ends = [0, *itertools.accumulate(lengths)]
+    left = None if window is None else window - 1
+    tiles = [Tile(*bounds, *bounds, left, 0) for bounds in itertools.pairwise(ends)]
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    documents = np.repeat(np.arange(len(lengths)), lengths)
+    return Launch(Tiling.from_tiles(tiles), device, lambda: RowIdentities(documents, positions, positions))
+
+
 def scaled(scale):
     return AttendCall(4, 2, 8, 8, torch.float64, scale=scale)
 
@@ -490,16 +532,11 @@ def chosen_blocks_are_those_of_the_reference(
     sizes: tuple[int, int],
 ) -> None:
     """In float32, out, lse and gradients of one launch, documents one after another."""
-    ends = [0, *itertools.accumulate(lengths)]
-    left = None if window is None else window - 1
-    tiles = [Tile(*bounds, *bounds, left, 0) for bounds in itertools.pairwise(ends)]
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    documents = np.repeat(np.arange(len(lengths)), lengths)
-    launch = Launch(Tiling.from_tiles(tiles), CPU, lambda: RowIdentities(documents, positions, positions))
+    launch = causal_launch(lengths, window, CPU)
     question = Question("", "", indices=columns, block_size=block_size, by_head=by_head)
     call = AttendCall(6, 2, *sizes, torch.float32, scale=sizes[0] ** -0.5, indexed=True)
     call = replace(call, block_size=block_size, by_head=by_head, indices=choices(question, tuple(lengths), 2))
-    q, k, v, dout = drawn((6, 2, *sizes), len(positions), torch.float32, CPU)
+    q, k, v, dout = drawn((6, 2, *sizes), sum(lengths), torch.float32, CPU)
     wanted, lse = reference.forward(q, k, v, launch, call)
     saved = Saved(q, k, v, wanted, lse)
     exact = (wanted, lse, *reference.backward(dout, saved, launch, call))
