@@ -25,7 +25,7 @@ CASES = cases_of(
         Question("many documents", "gqa", window=3, spans=8, span_mask="none"),
         Question("ragged", "mla", indices=7, sinks=True),
         Question("ragged", "latents", indices=7, sinks=True),
-        Question("ragged", "gqa", indices=2, block_size=5, by_head=True, sinks=True),
+        Question("several groups a slot", "gqa", indices=2, block_size=5, by_head=True, sinks=True),
         Question("fewer rows than members", "GQA, 48/8"),  # members with two key/value heads, each of several slices
     ),
     WAYS,
