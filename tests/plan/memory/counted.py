@@ -79,6 +79,7 @@ _LATER: dict[str, tuple[str, dict[str, Any]]] = {
         {"text_config": _DENSE | _GATED_POOLS, "vision_config": _VISION | {"out_hidden_size": 256}},
     ),
     "deepseek-v4": ("deepseek_v4", _DENSE | _ENTRIES),
+    "hrm": ("hrm_text", _DENSE | {"num_key_value_heads": 8, "H_cycles": 2, "L_cycles": 3, "prefix_lm": False}),
 }
 _KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, _DENSE),

@@ -124,6 +124,18 @@ def test_layers_whose_rows_choose_keep_what_is_planned(world: World, family: str
         assert _kept(few, word, 2) < _kept(needs, word, 2)
 
 
+@pytest.mark.parametrize("word", ["full", *(pytest.param(w, marks=pytest.mark.whole) for w in ("none", "selective"))])
+def test_stacks_that_run_several_times_keep_what_is_planned(world: World, word: str) -> None:
+    """Of the low one's six runs three have gradients, and all of the high one's two. The last norm behind a stack comes
+    after what is counted."""
+    needs, counted = _compare(world, "hrm", word)
+    (place,) = needs.places
+    _check_kept(needs, counted, word, _ONCE + 2 * place.hidden_row_bytes)
+    assert abs(_peak(needs, word) / counted.most - 1) <= PEAK
+    runs = [(kind.runs, kind.kept_runs) for kind in place.numbers.kinds]
+    assert runs == [(6, 3)] * 2 + [(2, 2)] * 2
+
+
 @pytest.mark.parametrize(
     ("family", "word"),
     [

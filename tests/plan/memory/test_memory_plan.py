@@ -168,7 +168,6 @@ LATENT = QWEN3_8B | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head
     [
         ({"model_type": "zamba2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 10}, "shared blocks"),
         (QWEN3_8B | {"kv_lora_rank": 512}, "latent attention"),
-        ({"model_type": "hrm_text", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 10}, "stacks of layers"),
         (LATENT | {"model_type": "dots3_note_text"}, "widths of their own"),
         ({"hidden_size": 64, "num_hidden_layers": 2}, "has no vocab_size"),
     ],

@@ -1,5 +1,5 @@
-"""Layers of other forms, beside what transformers' classes have and compute: two attentions in each layer, and several
-streams of each row."""
+"""Layers of other forms, beside what transformers' classes have and compute: two attentions in each layer, several
+streams of each row, and stacks of layers that run several times."""
 
 from typing import Any
 
@@ -22,7 +22,10 @@ _SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 64, "num_attention_he
 _LONGCAT: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
 _LONGCAT |= {"head_dim": 4, "v_head_dim": 12, "num_layers": 3, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 24}
 _LONGCAT |= {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 3}
-SMALL: dict[str, dict[str, Any]] = {"longcat_flash": _SIZES | _LONGCAT}
+# Of five runs of the low stack two are without gradients.
+_HRM: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 40, "head_dim": 16, "prefix_lm": False}
+_HRM |= {"H_cycles": 2, "L_cycles": 3, "L_bp_cycles": [2]}
+SMALL: dict[str, dict[str, Any]] = {"hrm_text": _SIZES | _HRM, "longcat_flash": _SIZES | _LONGCAT}
 _STREAMS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
 _V4: dict[str, Any] = {"head_dim": 16, "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 8, "n_routed_experts": 4}
 _V4 |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "mlp_layer_types": ["moe"] * 2}
@@ -33,9 +36,10 @@ STREAMS = {
     "deepseek_v4": _SIZES | _STREAMS | _V4 | {"pad_token_id": None},
     "qwen4_exp_text": _SIZES | _STREAMS | _QWEN4,
 }
-# The classes' defaults are DeepSeek-V4-Flash and LongCat-Flash; of Qwen3.8-Flash-Next what they leave out.
+# The classes' defaults are DeepSeek-V4-Flash, HRM-Text-1B and LongCat-Flash; of Qwen3.8-Flash-Next what they leave out.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v4": {},
+    "hrm_text": {},
     "longcat_flash": {},
     "qwen4_exp_text": {
         "num_hidden_layers": 48,
@@ -98,7 +102,7 @@ def test_a_step_has_the_products_of_its_class(family: str) -> None:
     with FlopCounterMode(display=False) as counted:
         model(input_ids=torch.arange(ROWS)[None], use_cache=False).logits.sum().backward()
     unseen = ROWS**2 - ROWS * (ROWS + 1) // 2
-    flops = model_flops(shape, [ROWS]) + 12 * shape.query_width * shape.layers * unseen
+    flops = model_flops(shape, [ROWS]) + 4 * shape.query_width * (3 * shape.layers + shape.forward_layers) * unseen
     if family == "longcat_flash":  # whose rows visit identities as often as others in the mean alone
         expected = 3 * ROWS * 3 * 4 // 6
         flops += 6 * 3 * 64 * 24 * (visits["computed"] - expected)

@@ -551,9 +551,11 @@ def constants_of_shape(
     limited_flops = (
         shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
     ) * shape.query_width
-    flops = float(shape.full_layers * 7 * shape.query_width)
+    flops = float((shape.full_layers * 7 + shape.forward_layers * 2) * shape.query_width)
     choice_flops = 0.0
-    exchanging = shape.layers - sum(layers for choice, layers, _ in shape.choosing if choice.form == "entries")
+    exchanging = shape.sending_layers - sum(
+        layers for choice, layers, _ in shape.choosing if choice.form == "entries"
+    )
     for choice, layers, indexers in shape.choosing:
         limited_rows = choice.row_pairs if choice.gathers else choice.window
         limited_flops += _GATHERED * layers * 14 * limited_rows * choice.width
@@ -563,16 +565,18 @@ def constants_of_shape(
             flops += _MASKED * layers * 7 * choice.width
         choice_flops += _GATHERED * indexers * choice.heads * choice.size / choice.scored
     limited_seconds = limited_flops / (attention_tflops * 1e12)
-    row_flops = 6 * shape.weights + 2 * shape.index_weights
+    row_flops = 6 * shape.weights + 2 * shape.forward_weights
     scan_seconds = states.scan_seconds if states else 0.0
     return {
         "linear_seconds": row_flops / (tflops * 1e12) + limited_seconds + scan_seconds,
         "real_row_seconds": 6 * shape.expert_weights / (tflops * 1e12),
         "attention_seconds": (flops + choice_flops) / (attention_tflops * 1e12),
         "choice_share": choice_flops / (flops + choice_flops) if choice_flops else 0.0,
-        "ring_bytes": float((shape.layers * 3 * 2 * shape.key_width + shape.index_numbers) * bytes_per_value),
+        "ring_bytes": float(
+            (shape.sending_layers * 3 * 2 * shape.key_width + shape.index_numbers) * bytes_per_value
+        ),
         "exchange_bytes": float(exchanging * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
-        "ring_step_seconds": (shape.layers * 2 + sum(shape.choice_messages)) * step_latency,
+        "ring_step_seconds": (shape.sending_layers * 2 + sum(shape.choice_messages)) * step_latency,
         "states": states,
     }
 

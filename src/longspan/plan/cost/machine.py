@@ -296,7 +296,10 @@ class Machine:
         frozen = not settings.trains_all
         share = recomputed_layer_share(shape, kind, count)
         cost = self._shape_cost(shape, settings.bytes_per_number)
-        forward = self._add_row_seconds(cost, shape, settings, passes=3 * FORWARD_PASSES, products=3, saved=6)
+        forward = self._shape_cost(shape.forward, settings.bytes_per_number) if shape.forward_layers else cost
+        forward = self._add_row_seconds(
+            forward, shape.forward, settings, passes=3 * FORWARD_PASSES, products=3, saved=6
+        )
         # Such passes are short: what the host takes to launch them counts, in place of a micro-batch's seconds.
         forward = replace(forward, micro_batch_seconds=0.0).forward_only()
         packed = packed_weights_of_model(model, settings.frozen) if frozen else PackedWeights()
@@ -355,7 +358,9 @@ class Machine:
         tp = max(settings.tp, settings.weight_ranks)  # runs set only weight_ranks, to their tp
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
         # Half of a layer's passes are attention's, half an MLP's; those of experts are in the rate of experts.
-        layer_bytes = LAYER_BYTES * (shape.layers + shape.dense_layers) / 2
+        layer_bytes = LAYER_BYTES * (
+            (shape.layers + shape.dense_layers) / 2 + shape.forward_layers * FORWARD_PASSES
+        )
         if shape.streams > 1:
             layer_bytes += STREAM_BYTES * shape.streams * shape.decoder_layers
         layer_bytes *= (COMPILED_SHARE if compiled else 1.0) * shape.hidden
@@ -459,7 +464,9 @@ class Machine:
             link = self.inside if copies * width <= self.node_size else self.across
             update += UPDATE_BYTES / memory * weights
             update += weights * 4 * 2 * (copies - 1) / copies / link.gather.bytes_per_second
-        launched_layers = shape.decoder_layers * (FORWARD_LAUNCHES if forward else 1)
+        # A layer that runs several times is launched as often.
+        runs = max(shape.decoder_layers, shape.layers + shape.forward_layers * (1 if forward else FORWARD_LAUNCHES))
+        launched_layers = runs * (FORWARD_LAUNCHES if forward else 1)
         return replace(
             cost,
             linear_seconds=cost.linear_seconds + row_seconds,
@@ -517,11 +524,11 @@ class Machine:
         if shape.layers:
             turns = 2 * bytes_per_number + max(4, bytes_per_number)
             index_bytes = shape.index_numbers * bytes_per_number
-            constants["ring_bytes"] = float(shape.layers * 2 * shape.key_width * turns + index_bytes)
+            constants["ring_bytes"] = float(shape.sending_layers * 2 * shape.key_width * turns + index_bytes)
             network = Network(
                 inside=self.inside,
                 across=self.across,
-                layers=shape.layers,
+                layers=round(shape.sending_layers),
                 heads=shape.heads,
                 kv_heads=shape.kv_heads,
                 key_share=shape.key_width / (shape.query_width + shape.key_width),
@@ -535,8 +542,8 @@ class Machine:
             **constants,
             inside_bytes_per_second=self.inside.point.bytes_per_second,
             across_bytes_per_second=self.across.point.bytes_per_second,
-            merge_seconds=shape.layers * MERGE_BYTES * shape.query_width / memory,
-            copy_seconds=shape.layers * GATHER_BYTES * 2 * shape.key_width / memory,
+            merge_seconds=shape.sending_layers * MERGE_BYTES * shape.query_width / memory,
+            copy_seconds=shape.sending_layers * GATHER_BYTES * 2 * shape.key_width / memory,
             micro_batch_seconds=self.micro_batch_seconds,
             node_size=self.node_size,
             source=self.source,
@@ -635,11 +642,14 @@ def cost_with_recomputation(
     # Keys have this share of what is exchanged.
     key_share = shape.key_width / max(1, shape.query_width + shape.key_width)
     scans = cost.states.scan_seconds if cost.states else 0.0
-    recomputed_share = share * shape.recomputed_weights / shape.weights
+    # Weights that multiply rows forward alone have a third of the others' products.
+    products = shape.weights + shape.forward_weights / 3
+    recomputed_share = share * shape.recomputed_weights / products
     repeated = ("ring_step_seconds", "ring_bytes", "merge_seconds", "copy_seconds")
     shares = cost.forward_shares
-    again = full * shares["attention_seconds"] + (share - full) * cost.choice_share
-    weight_factor = 1 + (recomputed_share - frozen) * 2 / 6
+    with_gradients = shape.layers / max(1, shape.layers + shape.forward_layers * 2 / 7)
+    again = full * shares["attention_seconds"] * with_gradients + (share - full) * cost.choice_share
+    weight_factor = 1 + (recomputed_share - frozen * shape.weights / products) * 2 / 6
     return replace(
         cost,
         linear_seconds=(cost.linear_seconds - scans) * weight_factor + scans * (1 + share / 3),

@@ -284,6 +284,9 @@ class LayerTable:
         """
         roots = self.bytes_of_rows(groups, WIDE)
         wide = self.bytes_of_rows(width, WIDE)
+        if not self.read.family.norm_weights and self.compiled_parts == "none":
+            # No kernel runs them. A layer's input is kept in float32 alone.
+            return LayerPart(roots + wide - self.bytes_of_rows(width) * (not saves_input), 3 * wide)
         if self._norms_by_kernels:
             return LayerPart(roots + self.bytes_of_rows(width) * saves_input)
         saved_rows = 2 if self.settings.trains_all else 1

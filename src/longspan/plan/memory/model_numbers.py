@@ -24,6 +24,7 @@ from longspan.plan.shape.layers import (
     layer_kinds,
     layer_parts,
     read_mixer_shape,
+    stack_runs,
 )
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.shape.name_patterns import meets_any
@@ -140,7 +141,9 @@ class ModelNumbers:
         mtp_layers = [first + numbers_on_rank(2 * hidden * hidden), *others] * settings.mtp_layers
         streams = read_streams(read)
         # Connections of a low rank are norms too, that behind the last layer as well.
-        end = numbers_on_rank(hidden * (not (streams and streams.rank)))
+        end = numbers_on_rank(hidden * (not (streams and streams.rank)) * read.family.norm_weights)
+        if stack_runs(read):  # the state that the low stack begins with is never trained
+            end += Numbers(hidden, 0.0, hidden)
         if streams:
             end += numbers_on_rank(streams.end_products + streams.end_vectors)
         tower = Numbers()
@@ -184,7 +187,7 @@ def _count_layer_parameters(
     experts = sum(weights.of_experts + weights.unvisited for weights in parts)
     dense = sum(weights.all - weights.of_experts for weights in parts)
     times = 1 + kind.double
-    norms = times * (1 + bool(kind.feeds)) * read.count("hidden_size")
+    norms = times * (1 + bool(kind.feeds)) * read.count("hidden_size") * read.family.norm_weights
     if streams := read_streams(read):
         norms = norms * (not streams.rank) + 2 * (streams.products + streams.vectors)
     norms += _whole_numbers(read, kind) + (mixer.vectors if mixer and kind.mixes else 0)
@@ -272,7 +275,11 @@ def _adapter_linears(
     elif kind.attention:
         query, key = attention_widths(read)
         gate = max(0, attention_weights(read).all // hidden - 2 * query - 2 * key)
-        linears += [("q_proj", hidden, query + gate), ("k_proj", hidden, key), ("v_proj", hidden, key)]
+        linears += [("k_proj", hidden, key), ("v_proj", hidden, key)]
+        if read.family.gate_linear:
+            linears += [("q_proj", hidden, query), (read.family.gate_linear, hidden, gate)]
+        else:
+            linears.append(("q_proj", hidden, query + gate))
         linears += [("o_proj", query, hidden)]
     if mixer and kind.mixes:
         inner = mixer.last // hidden

@@ -278,10 +278,18 @@ class StageBytes:
                 # The MLP runs backward first, while all is saved; its widest moment comes after a third of the
                 # gradients of weights. What it saved is gone when attention runs, and all those gradients may be there.
                 weights = numbers.layers[layer].trained * self.settings.compute_bytes
-                widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
-                on_device = size * (not host) + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
+                # Those of a run before are there throughout.
+                kind = numbers.kinds[layer]
+                first_weights = weights if kind.kept_runs > 1 else weights / 3
+                widest = max(both.saved + feed.work + first_weights, mixing.saved + mixing.work + weights)
                 # Backward holds a layer's input, and a gradient as wide.
                 backward = max(0.0, 2 * table.input_bytes + widest - size)
+                # Each run with gradients keeps as much.
+                size *= kind.kept_runs
+                behind = table.norm_part(numbers.hidden_size).saved * kind.kept_runs * kind.ends_stack
+                on_device = (
+                    size * (not host) + behind + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
+                )
                 of_kinds[key_of_layer] = LayerBytes(on_device, size if host else 0.0, backward)
             layers.append(of_kinds[key_of_layer])
         self.layers_so_far[key] = tuple(layers)
@@ -415,6 +423,8 @@ class StageBytes:
         gathered = root.whole * number + self.staging_bytes
         row = load.rows * self.row_bytes_between_layers
         activations = sum(layer.kept for layer in waiting) * self.in_flight + self.image_bytes[0]
+        runs = [self.numbers.kinds[layer].kept_runs for layer in stage.layers]
+        kept_by_earlier_runs = sum(layer.kept * (1 - 1 / n) for layer, n in zip(waiting, runs, strict=True))
         # Gradients of earlier micro-batches: shards, or whole ones to the end of the step.
         all_gradients = self.gradient_bytes(stage.all) * (not self.trained_on_host)
         gradients = all_gradients * load.later * (not keeps_gradients_unsharded)
@@ -459,6 +469,8 @@ class StageBytes:
             other_weights += root_ahead * (i == 0)
             work = max(running[i].backward, packed[i])
             kept = kept_by_others + running[i].kept + running[i].host
+            if i == 0:  # layers that run again have the gradients of all beside what their earlier runs keep
+                kept = max(kept, kept_by_earlier_runs)
             yield moment(gradients, other_weights + whole[i] + sent, kept, work)
             if not keeps_gradients_unsharded:  # the layer's gradients are summed over slots, and then sent
                 yield moment(gradients, other_weights + summing[i], kept_by_others, row)

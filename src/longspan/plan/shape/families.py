@@ -93,6 +93,8 @@ class Family:
     head_norms: bool = False  # a norm of each query and key
     post_norms: bool = False  # a norm after attention and after the MLP too
     gated_queries: bool = False  # the query projection has a gate for each query
+    gate_linear: str = ""  # that gate has a linear of its own, of this name
+    norm_weights: bool = True  # False: norms of layers have none
     wide_latent_queries: bool = False  # latent queries of twice as many inputs, and a gate
     shared_blocks: bool = False  # layers are mixers, and some come after a block that they share
     mlp_width: str = ""  # the attribute of the MLP's width; null there: four times the hidden size
@@ -240,7 +242,9 @@ _OWN_ROWS: dict[str, Family] = {
         ),
     ),
     "hrm_text": Family(
-        unpriced="stacks of layers that run several times",
+        gated_queries=True,
+        gate_linear="gate_proj",
+        norm_weights=False,
         # Two stacks of two layers, which run four and two times; the first pass of the low one has no gradients.
         small={"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": 12},
     ),

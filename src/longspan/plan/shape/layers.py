@@ -24,7 +24,8 @@ class LayerKind(NamedTuple):
     """What a layer has: the kind of its `attention`, or ""; whether a recurrence or convolution `mixes` its rows; what
     it `feeds`, an MLP ("dense"), "experts" or ""; whether it has an indexer of its own, which `chooses` keys, and
     `hands_on` its choice to the next layer; and whether it is `double`: it attends twice, each time before an MLP, and
-    what it feeds is beside the first of these.
+    what it feeds is beside the first of these. It `runs` so many times, `kept_runs` of these with gradients; behind the
+    last one of a stack (`ends_stack`) is a norm.
     """
 
     attention: str
@@ -33,6 +34,9 @@ class LayerKind(NamedTuple):
     chooses: bool = False
     double: bool = False
     hands_on: bool = False
+    runs: int = 1
+    kept_runs: int = 1
+    ends_stack: bool = False
 
 
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
@@ -41,6 +45,11 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     (layer_patterns.py); if that has no rule, all attend to all rows.
     """
     types = layer_types(read)
+    if runs := stack_runs(read):
+        size = read.count("num_layers_per_stack") or read.count("num_hidden_layers")
+        layer = _layer_kind(read, 0, ATTENTION[0], separate=False)
+        stacks = [layer._replace(runs=every, kept_runs=kept) for every, kept in runs]
+        return tuple(kind._replace(ends_stack=i == size - 1) for kind in stacks for i in range(size))
     count = read.count(layer_count_name(read)) or len(types)
     # whether attention, mixers and MLPs are layers of their own
     separate = any(kind in ("mlp", "moe") for kind in types)
@@ -52,6 +61,18 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
         if kinds[layer].chooses and following.attention in INDEXED and not following.chooses:
             kinds[layer] = kinds[layer]._replace(hands_on=True)
     return tuple(kinds)
+
+
+def stack_runs(read: ConfigReader) -> list[tuple[int, int]]:
+    """Return how often the low and the high stack of layers run in all, and with gradients; empty without stacks. In
+    each cycle the last runs of the low one have gradients, as many as a list says, which counts from its end."""
+    cycles = read.count("H_cycles")
+    if not cycles:
+        return []
+    low = read.count("L_cycles")
+    listed: Sequence[int] = read.value("L_bp_cycles") or [2]
+    with_gradients = [*[1] * (cycles - len(listed)), *listed][:cycles]
+    return [(cycles * low, sum(min(low, kept) for kept in with_gradients)), (cycles, cycles)]
 
 
 def layer_count_name(read: ConfigReader) -> str:

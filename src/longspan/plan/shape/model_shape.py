@@ -7,7 +7,7 @@ Mamba 1 is not.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
@@ -68,8 +68,9 @@ class ModelShape:
     input embedding); `recomputed_weights` of them do so again if layers are recomputed (no output projection, and no
     last product of an MLP); `query_width` and `key_width` are `heads` and `kv_heads` x head size; `layers` attend to
     all earlier rows, `window_layers` of them only to the last `window`, `chunk_layers` to those of their own `chunk`
-    positions, and those of `choosing` to keys that rows choose, or to entries; `index_weights` of the indexers multiply
-    a row forward alone, and are none of `weights`. `key_width` is the mean of all layers. `mixer_layers` have the
+    positions, and those of `choosing` to keys that rows choose, or to entries; `forward_weights`, of indexers
+    and of layers that run without gradients, multiply a row forward alone, and are none of `weights`, and
+    `forward_layers` attend so to all rows. `key_width` is the mean of all layers. `mixer_layers` have the
     state-space layer `mixer`. The model has `decoder_layers` in all (0: as many as attend), `dense_layers` of them with
     an MLP without experts. `expert_weights` of `weights` are of experts. `stored_weights` are all that memory holds,
     `stored_experts` of them of experts. `expert_layers` have experts, to which they send `routed_numbers` for a row:
@@ -87,7 +88,8 @@ class ModelShape:
     chunk_layers: int = 0
     chunk: int = 0
     choosing: tuple[ChoosingLayers, ...] = ()
-    index_weights: int = 0
+    forward_weights: int = 0
+    forward_layers: int = 0
     mixer_layers: int = 0
     mixer: MixerShape | None = None
     decoder_layers: int = 0
@@ -117,6 +119,23 @@ class ModelShape:
         """Exchanges of choices and entries of all layers, in a forward and in a backward pass."""
         forward, backward = (sum(row.layers * row.choice.messages[i] for row in self.choosing) for i in range(2))
         return forward, backward
+
+    @property
+    def sending_layers(self) -> float:
+        """Layers that attend, of which one that runs forward alone sends and copies a third of what others do."""
+        return self.layers + self.forward_layers / 3
+
+    @property
+    def forward(self) -> "ModelShape":
+        """The shape of a forward pass alone, in which all layers that run count alike."""
+        return replace(
+            self,
+            layers=self.layers + self.forward_layers,
+            dense_layers=self.dense_layers + self.forward_layers,
+            weights=self.weights + self.forward_weights,
+            forward_layers=0,
+            forward_weights=0,
+        )
 
     @property
     def index_numbers(self) -> float:
@@ -152,7 +171,10 @@ class ModelShape:
                 last = streams.mixed
             weights_of_kinds[kind] = Weights(every, last, of_experts, unvisited)
         layers = [weights_of_kinds[kind] for kind in kinds]
-        attention = [kind.attention for kind in kinds if kind.attention for _ in range(1 + kind.double)]
+        attention = [
+            kind.attention for kind in kinds if kind.attention for _ in range((1 + kind.double) * kind.kept_runs)
+        ]
+        without_gradients = [kind.runs - kind.kept_runs for kind in kinds]
         widths = attention_widths(read) if attention else (0, 0)
         choosing = _read_choosing_layers(read, kinds)
         # Keys of other widths travel in layers that gather latents, or entries.
@@ -174,22 +196,27 @@ class ModelShape:
         expert_layers = sum(kind.feeds == "experts" for kind in kinds)
         return cls(
             layers=len(attention),
-            weights=sum(layer.all for layer in layers) + active_outside_layers,
+            weights=sum(layer.all * kind.kept_runs for layer, kind in zip(layers, kinds, strict=True))
+            + active_outside_layers,
             query_width=widths[0],
             key_width=int(key_width) if key_width == int(key_width) else key_width,
-            recomputed_weights=sum(layer.all - layer.last for layer in layers),
+            recomputed_weights=sum(
+                (layer.all - layer.last) * kind.kept_runs for layer, kind in zip(layers, kinds, strict=True)
+            ),
             window_layers=attention.count("sliding_attention") if window else 0,
             window=window,
             chunk_layers=attention.count("chunked_attention") if chunk else 0,
             chunk=chunk,
             choosing=choosing,
-            index_weights=index_weights,
+            forward_weights=index_weights
+            + sum(layer.all * runs for layer, runs in zip(layers, without_gradients, strict=True)),
+            forward_layers=sum(without_gradients),
             mixer_layers=sum(kind.mixes for kind in kinds),
             mixer=mixer if any(kind.mixes for kind in kinds) else None,
             decoder_layers=len(kinds),
             heads=max(1, read.count("num_attention_heads")),
             kv_heads=1 if any(choice.gathers for choice, *_ in choosing) else key_value_heads(read),
-            dense_layers=sum(2 if kind.double else kind.feeds == "dense" for kind in kinds),
+            dense_layers=sum(2 if kind.double else (kind.feeds == "dense") * kind.kept_runs for kind in kinds),
             expert_weights=sum(layer.of_experts for layer in layers),
             stored_weights=sum(layer.all + layer.unvisited for layer in layers)
             + (index_weights + embedding_and_head + projections + end - mixed),
@@ -362,7 +389,7 @@ def model_flops(
         chunks, last_rows = divmod(length, shape.chunk)
         in_chunks += chunks * _window_pairs(shape.chunk, shape.chunk) + _window_pairs(last_rows, last_rows)
     pairs_of_layers = shape.full_layers * pairs + shape.window_layers * in_windows + shape.chunk_layers * in_chunks
-    index_flops = 2 * shape.index_weights * sum(lengths)
+    index_flops = 2 * shape.forward_weights * sum(lengths) + 4 * shape.query_width * shape.forward_layers * pairs
     for choice, layers, indexers in shape.choosing:
         pairs_of_layers += layers * sum(map(choice.pairs, lengths))
         index_flops += 2 * choice.heads * choice.size * indexers * sum(map(choice.scored_pairs, lengths))
