@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from longspan.layout import Layout
 from longspan.model.layers import layers_of_all_stages
@@ -36,9 +36,10 @@ STREAMS = {
     "deepseek_v4": _SIZES | _STREAMS | _V4 | {"pad_token_id": None},
     "qwen4_exp_text": _SIZES | _STREAMS | _QWEN4,
 }
-# The classes' defaults are DeepSeek-V4-Flash, HRM-Text-1B and LongCat-Flash; of Qwen3.8-Flash-Next what they leave out.
+# The classes' defaults are DeepSeek-V4-Flash, GLM-5.3-Flash, HRM-Text-1B and LongCat-Flash; of Qwen3.8-Flash-Next what they leave out.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v4": {},
+    "glm5_next": {},
     "hrm_text": {},
     "longcat_flash": {},
     "qwen4_exp_text": {
@@ -68,14 +69,16 @@ def test_parameters_of_published_models_are_those_of_each_layer(family: str) -> 
     """To the number, of each layer and of all."""
     config = config_of(family, **PUBLISHED[family])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        alone = type(config) in AutoModelForCausalLM._model_mapping
+        model: Any = (AutoModelForCausalLM if alone else AutoModelForImageTextToText).from_config(config)
     home, settings = Layout(1), MemorySettings()
     numbers = ModelNumbers.from_configuration(config.to_dict(), home, settings)
     of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of_all_stages(model).values()]
     assert [layer.whole for layer in numbers.layers] == of_layers
     (stage,) = make_stages(numbers, home, settings)
-    assert stage.all.whole == sum(p.numel() for p in model.parameters())
-    assert stage.all.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    of_text = [p for name, p in model.named_parameters() if ".visual." not in name]
+    assert stage.all.whole == sum(p.numel() for p in of_text)
+    assert stage.all.trained == sum(p.numel() for p in of_text if p.requires_grad)
 
 
 def count_visits(model: nn.Module) -> dict[str, int]:
