@@ -36,7 +36,8 @@ STREAMS = {
     "deepseek_v4": _SIZES | _STREAMS | _V4 | {"pad_token_id": None},
     "qwen4_exp_text": _SIZES | _STREAMS | _QWEN4,
 }
-# The classes' defaults are DeepSeek-V4-Flash, GLM-5.3-Flash, HRM-Text-1B and LongCat-Flash; of Qwen3.8-Flash-Next what they leave out.
+# The classes' defaults are DeepSeek-V4-Flash, GLM-5.3-Flash, HRM-Text-1B and LongCat-Flash; of Qwen3.8-Flash-Next what
+# they leave out.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v4": {},
     "glm5_next": {},

@@ -146,7 +146,7 @@ def test_chosen_keys_cost_tokens_the_same_and_their_choice_all_pairs() -> None:
     assert (choice.width, shape.key_width, shape.kv_heads) == (2 * 8, 5, 1)  # latents of 6 + 4 and 6 numbers
     assert price.attention_seconds == 3 * 21 and price.choice_share == 1
     assert price.ring_bytes == (2 * 3 * 2 * 5 + 7) * 2
-    linear = 6 * shape.weights + 2 * shape.index_weights
+    linear = 6 * shape.weights + 2 * shape.forward_weights
     assert price.linear_seconds == linear + 3 * 2 * 14 * 16 * 16
     chosen, pairs = 16 * 17 // 2 + 14 * 16, 30 * 31 // 2
     flops = linear * 30 + 2 * 12 * shape.query_width * chosen + 2 * 21 * pairs
