@@ -113,7 +113,6 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "np.array([0, -1])": "np.array([-1, -1])",
         "left = k_stop - 1 - stop": "left = k_stop - stop",
         "right = stop - before - k_stop": "right = stop - before - k_stop + 1",
-        "keys.start[k_run] + before": "keys.start[k_run] + before - 1",
     },
     "tiles": {"if tile.keys > tile.queries:": "if False:"},
     "kernels.reference": {  # dropout and softcap

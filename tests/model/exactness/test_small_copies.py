@@ -154,3 +154,14 @@ def test_classes_of_every_kind(name: str) -> None:
     small = shrink_configuration(config)
     assert type(small) is type(config) and small.model_type == config.model_type
     assert _runs(small) > 0
+
+
+def test_weights_do_not_depend_on_the_attention_that_a_part_lacks() -> None:
+    """A tower of audio is not given "sdpa", which its class says once the other parts have drawn weights."""
+    kind = pytest.importorskip("transformers.models.gemma4").Gemma4Config
+    small = shrink_configuration(kind(vision_config={}, audio_config={}), images=True)
+    first, second = (
+        dict(make_tiny_model(small, torch.float32, attention=name, images=True).named_parameters())
+        for name in ("sdpa", "eager")
+    )
+    assert first.keys() == second.keys() and all(torch.equal(x, second[name]) for name, x in first.items())

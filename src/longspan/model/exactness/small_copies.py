@@ -142,11 +142,14 @@ def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> Pr
             deepcopy(config), attn_implementation=attention, trust_remote_code=False, **settings
         )
 
+    random_state = torch.get_rng_state()
     try:
         return make(attention)
     except ValueError as error:
         if "does not support" not in str(error):
             raise
+        # A wrapper may have drawn weights before the part that lacks this attention (Gemma 4's tower of audio).
+        torch.set_rng_state(random_state)
         return make("eager")
 
 
