@@ -384,7 +384,9 @@ def errors_over_limits(cases: Sequence[Case], slots: int, world: World) -> list[
     flat = iter(world.control.sum_over_slots([x for squares in mine for x in squares]))
     summed = [[next(flat) for _ in squares] for squares in mine]
     errors = [relative_errors(sums, exact) for sums, exact in zip(summed, sinks, strict=True)]
-    return [max(e / limit for e, limit in zip(*both, strict=True)) for both in zip(errors, limits, strict=True)]
+    # What is no number is the largest error of all.
+    ratios = [[e / limit for e, limit in zip(*both, strict=True)] for both in zip(errors, limits, strict=True)]
+    return [max(x, key=lambda ratio: math.inf if math.isnan(ratio) else ratio) for x in ratios]
 
 
 def _errors_alone(question: Question, batch: MicroBatch, slots: int, world: World) -> list[float]:
