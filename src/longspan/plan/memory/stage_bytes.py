@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from longspan.layout import Layout
 from longspan.plan.form import CheckpointPolicy
-from longspan.plan.memory.layer_table import LayerTable, SlotLoad
+from longspan.plan.memory.layer_table import WIDE, LayerTable, SlotLoad
 from longspan.plan.memory.model_numbers import ModelNumbers, Numbers, StageLayers
 from longspan.plan.memory.settings import (
     BUNDLE_NUMBERS,
@@ -46,11 +46,14 @@ _Key = tuple[SlotLoad, CheckpointPolicy, int]  # the rows of a tile last
 
 
 class LayerBytes(NamedTuple):
-    """What a layer keeps of a load under a policy, on device and host, and what its backward pass holds besides."""
+    """What a layer keeps of a load under a policy, on device and host, and what its backward pass holds besides; `norm`
+    of what is kept is the norm behind a stack, which no layer runs again.
+    """
 
     kept: float = 0.0
     host: float = 0.0
     backward: float = 0.0
+    norm: float = 0.0
 
 
 class Moment(NamedTuple):
@@ -286,11 +289,10 @@ class StageBytes:
                 backward = max(0.0, 2 * table.input_bytes + widest - size)
                 # Each run with gradients keeps as much.
                 size *= kind.kept_runs
-                behind = table.norm_part(numbers.hidden_size).saved * kind.kept_runs * kind.ends_stack
-                on_device = (
-                    size * (not host) + behind + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
-                )
-                of_kinds[key_of_layer] = LayerBytes(on_device, size if host else 0.0, backward)
+                # Torch's operations run the norm behind a stack.
+                norm = load.rows * (numbers.hidden_size + 1) * WIDE * kind.kept_runs * kind.ends_stack
+                on_device = size * (not host) + norm + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
+                of_kinds[key_of_layer] = LayerBytes(on_device, size if host else 0.0, backward, norm)
             layers.append(of_kinds[key_of_layer])
         self.layers_so_far[key] = tuple(layers)
         return self.layers_so_far[key]
@@ -305,7 +307,10 @@ class StageBytes:
         inputs: dict[CheckpointPolicy, CheckpointPolicy] = {"selective+host": "full+host", "full+host": "full+host"}
         kept = self._bytes_under(load, [word if word == "none" else inputs.get(word, "full") for word in words])
         places = places_in_layer_segments(words, self.settings.segment_layers)
-        return [LayerBytes() if place else layer for place, layer in zip(places, kept, strict=True)]
+        return [
+            LayerBytes(layer.norm, norm=layer.norm) if place else layer
+            for place, layer in zip(places, kept, strict=True)
+        ]
 
     def _bytes_under(self, load: SlotLoad, words: Sequence[CheckpointPolicy]) -> list[LayerBytes]:
         tables = {word: self.layer_bytes(load, word) for word in dict.fromkeys(words)}
