@@ -142,6 +142,7 @@ def test_stacks_that_run_several_times_keep_what_is_planned(world: World, word: 
         ("deepseek-v4", "none"),
         ("qwen4-exp", "full"),
         *(pytest.param("deepseek-v4", word, marks=pytest.mark.whole) for word in ("selective", "full")),
+        *(pytest.param("glm-5-next", word, marks=pytest.mark.whole) for word in ("none", "selective", "full")),
         *(pytest.param("qwen4-exp", word, marks=pytest.mark.whole) for word in ("none", "selective")),
         *(pytest.param("glm-5-next", word, marks=pytest.mark.whole) for word in ("none", "full")),
     ],

@@ -383,7 +383,8 @@ class LayerTable:
         heads = self.read.count("num_attention_heads") / self.tp
         mean = widths.rank + widths.rotary / 2
         part = self._latent_projections_part(widths)
-        part += LayerPart(self.bytes_of_rows(widths.query / self.tp + widths.rank * (not widths.rotary)))
+        view = self.bytes_of_rows(widths.rank * (not widths.rotary))
+        part += LayerPart(self.bytes_of_rows(widths.query / self.tp) + view, attention=view)
         call = self.attention_call_part(heads * mean, (widths.rank + widths.rotary) / 2, heads, 1)
         # the mean of queries and outputs is counted as either
         attention = call.attention - self.bytes_of_rows(heads * widths.rotary / 2)
