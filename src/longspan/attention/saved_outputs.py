@@ -59,8 +59,9 @@ class Recording:
         """
         checksums = None
         if indices is not None:  # a number (T,) int64 for each row, which depends on its values and their order
-            weights = torch.arange(1, 2 * indices.shape[1], 2, dtype=indices.dtype, device=indices.device)
-            checksums = (indices * weights).sum(1)
+            of_rows = indices.flatten(1)
+            weights = torch.arange(1, 2 * of_rows.shape[1], 2, dtype=indices.dtype, device=indices.device)
+            checksums = (of_rows * weights).sum(1)
         if self._next is None:
             result = compute()
             self._calls.append((tree_map(lambda x: self._keep_output(x, inputs), result), checksums))

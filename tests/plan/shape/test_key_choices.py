@@ -177,7 +177,7 @@ def test_pairs_are_sums_over_rows(kind: tuple[Any, int], most: int, length: int,
         else:
             pairs += min(seen // m, most) * m + seen % m
     assert (choice.pairs(length), choice.scored_pairs(length)) == (pairs, scored)
-    assert form == "entries" or length <= choice.columns or choice.is_made(length)
+    assert form == "entries" or length <= choice.row_pairs or choice.is_made(length)
 
 
 def test_a_choice_of_pairs_costs_flops_of_its_pairs() -> None:

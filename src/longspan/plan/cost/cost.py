@@ -168,11 +168,10 @@ _DIVIDED_BY_TP = (
 )
 
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders
-# Times as long as in dense attention by the fastest kernel products take of gathered keys and of a choice, and all
-# products where a bit masks each pair (H200, bench/records/indexed-attention-2xH200.md). Dense entries, and the windows
-# of rows beside entries, have heads for which no fast kernel is: they are taken to be as slow as gathered keys.
+# Times as long as in dense attention by the fastest kernel products take of gathered keys and of a choice (H200,
+# bench/records/indexed-attention-2xH200.md). Gathered pools and blocks, dense entries, and the windows of rows beside
+# entries, for whose heads no fast kernel is, are taken to be as slow.
 _GATHERED = 3.0
-_MASKED = 3.3
 # A micro-batch's forward pass takes this share of its time.
 FORWARD_SHARE = 1 / 3
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
@@ -546,23 +545,18 @@ def constants_of_shape(
     mask have all pairs, entries of m rows 1 / m of them. An indexer's products are one for each pair of a row and what
     it scores, and 2 FLOPs of a row for each of its weights, forward alone. A ring sends keys and values forward and
     backward, and their gradients, and index keys or pools once; an exchange has queries, outputs, keys and values in
-    both passes, but in layers with entries, whose heads stay.
+    both passes,.
     """
     limited_flops = (
         shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
     ) * shape.query_width
     flops = float((shape.full_layers * 7 + shape.forward_layers * 2) * shape.query_width)
     choice_flops = 0.0
-    exchanging = shape.sending_layers - sum(
-        layers for choice, layers, _ in shape.choosing if choice.form == "entries"
-    )
     for choice, layers, indexers in shape.choosing:
         limited_rows = choice.row_pairs if choice.gathers else choice.window
         limited_flops += _GATHERED * layers * 14 * limited_rows * choice.width
         if choice.form == "entries" and not choice.gathers:
             flops += _GATHERED * layers * 7 * choice.width / choice.stride
-        elif not choice.gathers:
-            flops += _MASKED * layers * 7 * choice.width
         choice_flops += _GATHERED * indexers * choice.heads * choice.size / choice.scored
     limited_seconds = limited_flops / (attention_tflops * 1e12)
     row_flops = 6 * shape.weights + 2 * shape.forward_weights
@@ -575,7 +569,9 @@ def constants_of_shape(
         "ring_bytes": float(
             (shape.sending_layers * 3 * 2 * shape.key_width + shape.index_numbers) * bytes_per_value
         ),
-        "exchange_bytes": float(exchanging * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
+        "exchange_bytes": float(
+            shape.sending_layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value
+        ),
         "ring_step_seconds": (shape.sending_layers * 2 + sum(shape.choice_messages)) * step_latency,
         "states": states,
     }

@@ -46,6 +46,9 @@ BY_CHANNEL_SCANS = 5 * 16
 SCORE_BYTES = 256 << 20
 # So many rows of an indexer's queries are made at a time.
 INDEXED_ROWS = 4096
+# Pools and blocks are gathered where a document has so many times the keys that a row may choose
+# (attention/kernels/triton_blocks.py); bits mask them in shorter ones.
+GATHERED_FROM = 8
 
 
 @dataclass(frozen=True, order=True)
@@ -335,21 +338,18 @@ class LayerTable:
             projected.saved >= self.bytes_of_rows(query)
             and not gate
             and (self.lean or not self.load.exchanged_rows)
-            and not (made and made.form == "blocks")  # outputs of several calls are joined
         )
         return part + chosen + replace(call, saved=call.saved - self.bytes_of_rows(query) * is_shared)
 
     def _choice_part(self, choice: KeyChoice, kind: LayerKind) -> LayerPart:
-        """Choices are positions in int32, saved by the layer that chooses, also where it runs again if the next layer
-        takes them, with a checksum of each call and row under "selective". Blocks have a choice and a call for each
-        head of the indexer. While rows choose, index keys or pools of the group are there as they arrive and in order,
-        and scores of some rows: on GPUs summed over heads, in transformers' classes of all heads and twice. Bits mask
-        tiles of rows and keys where keys are not gathered, and torch's operations hold four numbers for each score of
-        attention."""
+        """Choices are numbers in int32, saved by the layer that chooses, also where it runs again if the next layer
+        takes them, with a checksum of each row under "selective". While rows choose, index keys or pools of the group
+        are there as they arrive and in order, and scores of some rows: on GPUs summed over heads, in transformers'
+        classes of all heads and twice. Bits mask tiles of rows and keys where keys are not gathered, and torch's
+        operations hold four numbers for each score of attention."""
         load = self.load
         number = self.settings.compute_bytes
-        calls = choice.heads if choice.form == "blocks" else 1
-        indices = self.bytes_of_rows(calls * choice.columns, 4)
+        indices = self.bytes_of_rows(choice.columns, 4)
         scored = load.longest / choice.scored
         keys = 2 * load.group_rows * choice.size / choice.scored * number
         queries = min(load.rows, INDEXED_ROWS) * choice.heads * choice.size * (number + WIDE)
@@ -357,18 +357,21 @@ class LayerTable:
         choosing = keys + queries + min(SCORE_BYTES, scores) * (1 if self.settings.gpu else 2)
         others = load.ring_rows or load.exchanged_rows * load.members or load.gathered_rows or load.rows
         masked = self.load.rows * min(load.longest, others) / 8
-        attending = 0.0 if choice.form == "entries" or self._gathers_latents(choice) else masked
+        gathered = (
+            self._gathers_latents(choice) if choice.latents else load.longest >= GATHERED_FROM * choice.row_pairs
+        )
+        attending = 0.0 if choice.form == "entries" or gathered else masked
         if not self.settings.gpu:
-            heads = self.read.count("num_attention_heads") / self.tp / calls
+            heads = self.read.count("num_attention_heads") / self.tp
             attending = min(SCORE_BYTES, 4 * WIDE * heads * load.rows * load.longest)
-        checksums = self.bytes_of_rows(calls, INDEX)
+        checksums = self.bytes_of_rows(1, INDEX)
         work = max(choosing * kind.chooses, attending)
         return LayerPart(indices * kind.chooses, work, checksums, lasting=indices * kind.hands_on)
 
     def _gathers_latents(self, choice: KeyChoice) -> bool:
         """Of layers that choose for this load: whether latents are gathered, which pays for long documents, and which a
         weight under an adapter does not allow (model/seams/chosen_keys/latents.py)."""
-        if not choice.gathers or self.settings.has_adapter("kv_b_proj"):
+        if not choice.latents or self.settings.has_adapter("kv_b_proj"):
             return False
         widths = latent_widths(self.read)
         heads = self.read.count("num_attention_heads")

@@ -23,7 +23,7 @@ class KeyChoice:
     An indexer has `heads` heads of `size` numbers, and scores one key for each `scored` rows (`heads` 0: none). It has
     `linears` numbers of matrices and `vectors` of others, none of which is trained. Kernels multiply queries of `width`
     numbers, the mean of those for keys and for values; of a row `key_width` numbers travel as a key and as many as a
-    value. `gathers`: each row gathers its keys, where other kernels mask tiles of all.
+    value. `gathers`: each row gathers its keys in long documents; `latents`: these are latents, of one head.
 
     >>> KeyChoice(form="pools", most=2, stride=4).pairs(16), KeyChoice(form="keys", most=4).pairs(16)
     (112, 58)
@@ -40,30 +40,33 @@ class KeyChoice:
     vectors: int = 0
     width: int = 0
     key_width: float = 0.0
-    gathers: bool = False
+    gathers: bool = True
+    latents: bool = False
 
     @property
     def columns(self) -> int:
-        """Positions that a row's choice has; of pools those of the rows after the last one too, of entries numbers."""
-        if self.form == "pools":
-            return (self.most + 1) * self.stride - 1
-        return self.most * (self.stride if self.form == "blocks" else 1)
+        """Numbers of a row's choice: of keys, blocks or entries, and of pools, to which that of the row's own is added;
+        where latents are gathered, of the keys of these pools.
+        """
+        if self.form != "pools":
+            return self.most * (self.heads if self.form == "blocks" else 1)
+        return (self.most + 1) * (self.stride if self.latents else 1)
 
     @property
     def row_pairs(self) -> int:
         """Keys that a row of a long document attends to, all entries left out."""
-        return self.window + self.columns
+        if self.form == "pools":
+            return (self.most + 1) * self.stride - 1
+        return self.window + self.most * (self.stride if self.form == "blocks" else 1)
 
     @property
     def messages(self) -> tuple[int, int]:
         """Exchanges of a layer beyond those of one call of attention, in its forward and in its backward pass: of index
-        keys, and for pools of the rows before a run; of each further call for a head's blocks; of entries, of the rows
-        that they are made of and of those in the window, and for an indexer the same of its own.
+        keys, and for pools of the rows before a run; of entries, of the rows that they are made of and of those in the
+        window, and for an indexer the same of its own.
         """
         if self.form == "entries":
             return (4 if self.heads else 2), 2
-        if self.form == "blocks":
-            return self.heads, self.heads - 1
         return (2 if self.form == "pools" else 1), 0
 
     def is_made(self, longest: int) -> bool:
@@ -128,7 +131,7 @@ def _read_keys(read: ConfigReader) -> KeyChoice:
         width=read.count("num_attention_heads") * (2 * rank + rotary) // 2,
         # A latent is a value and most of a key, and travels once.
         key_width=(rank + rotary) / 2,
-        gathers=True,
+        latents=True,
     )
 
 

@@ -215,7 +215,7 @@ class ModelShape:
             mixer=mixer if any(kind.mixes for kind in kinds) else None,
             decoder_layers=len(kinds),
             heads=max(1, read.count("num_attention_heads")),
-            kv_heads=1 if any(choice.gathers for choice, *_ in choosing) else key_value_heads(read),
+            kv_heads=1 if any(choice.latents for choice, *_ in choosing) else key_value_heads(read),
             dense_layers=sum(2 if kind.double else (kind.feeds == "dense") * kind.kept_runs for kind in kinds),
             expert_weights=sum(layer.of_experts for layer in layers),
             stored_weights=sum(layer.all + layer.unvisited for layer in layers)
