@@ -16,8 +16,10 @@ from tests.model.frozen.test_reading import MUTATIONS as OF_FROZEN_WEIGHTS
 from tests.model.lora.test_exact import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_exact import MUTATIONS as OF_DEPTHS, OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
+from tests.model.seams.test_entries import CHANGES as OF_ENTRIES
 from tests.model.seams.test_indexers import CHANGES as OF_INDEXERS, IN_TILES as OF_SCORES_IN_TILES
 from tests.model.seams.test_latents import CHANGES as OF_LATENTS
+from tests.model.seams.test_pools import IN_BLOCKS as OF_BLOCKS, IN_POOLS as OF_POOLS
 from tests.model.test_host_weights import MUTATIONS as OF_HOST_WEIGHTS
 from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
 from tests.model.vision.test_exact import (
@@ -46,6 +48,9 @@ CHANGES = [
     *OF_INDEXERS.values(),
     *OF_SCORES_IN_TILES.values(),
     *OF_LATENTS.values(),
+    *OF_BLOCKS.values(),
+    *OF_ENTRIES.values(),
+    *OF_POOLS.values(),
     *OF_LOADED_CODES.values(),
     *OF_TRAINERS.values(),
     *OF_WHOLE_DEPTHS.values(),

@@ -159,6 +159,8 @@ def _head(model: Any, inputs: dict[str, Any], hidden: Tensor) -> Tensor:
     """Logits (T, V) of the model's own forward, where what is around its layers answers with these hidden states."""
 
     def answer(_: Any, __: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return hidden
         output["last_hidden_state"] = hidden
         return output
 

@@ -169,10 +169,10 @@ def _best_of_all(q: Tensor, weights: Tensor, keys: Tensor, first: int, k: int, s
     return chosen
 
 
-def _on_two_ranks(rank: int, changes: dict[str, Any], exact: Answer) -> tuple[dict[str, Any], int]:
+def _on_ranks(rank: int, ranks: int, changes: dict[str, Any], exact: Answer) -> tuple[dict[str, Any], int]:
     torch.set_num_threads(1)
-    home = Layout(ranks=2)
-    case = _case(_renamed, home, {"zigzag": plan_fixed(LENGTHS, home, cp=2)})
+    home = Layout(ranks=ranks)
+    case = _case(_renamed, home, {"zigzag": plan_fixed(LENGTHS, home, cp=ranks)})
     chosen = list[Tensor]()
     choose = entries.choose_entries
     with (
@@ -186,7 +186,7 @@ def _on_two_ranks(rank: int, changes: dict[str, Any], exact: Answer) -> tuple[di
             found[change] = parity.step_errors(case, model, case.plans["zigzag"], world)[0]
         (_, of_entries) = model.execution.kernel_texts  # of rows, and of entries
         assert "entries of 8 rows and entries of 4 rows and chosen entries" in of_entries
-        shard = bind(plan_fixed(LENGTHS, home, cp=2).micro_batches[0], world)
+        shard = bind(plan_fixed(LENGTHS, home, cp=ranks).micro_batches[0], world)
         by_kernels = list[Tensor]()
         monkeypatch.setattr(
             entries, "choose_best_keys", lambda *x: (by_kernels.append(_best_of_all(*x)), by_kernels[-1])[1]
@@ -207,8 +207,8 @@ def _on_two_ranks(rank: int, changes: dict[str, Any], exact: Answer) -> tuple[di
     return found, other
 
 
-def _check_on_two_ranks(changes: dict[str, Any]) -> None:
-    of_ranks = run_ranks(_on_two_ranks, 2, changes, _exact())
+def _check_on_ranks(ranks: int, changes: dict[str, Any]) -> None:
+    of_ranks = run_ranks(_on_ranks, ranks, ranks, changes, _exact())
     assert all(found["nothing"].within(parity.WIDE) for found, _ in of_ranks), of_ranks
     assert not any(other for _, other in of_ranks)
     unnoticed = [name for name in changes if not max(found[name].gradients for found, _ in of_ranks) > 1e-3]
@@ -216,12 +216,18 @@ def _check_on_two_ranks(changes: dict[str, Any]) -> None:
 
 
 def test_chosen_as_the_class_does_and_a_naive_split_turns_gradients_red() -> None:
-    _check_on_two_ranks(dict([*CHANGES.items()][:1]))
+    _check_on_ranks(2, dict([*CHANGES.items()][:1]))
 
 
 @pytest.mark.whole
 def test_what_is_left_out_is_noticed_in_gradients() -> None:
-    _check_on_two_ranks(CHANGES)
+    _check_on_ranks(2, CHANGES)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_chosen_as_the_class_does_at_every_degree(ranks: int) -> None:
+    _check_on_ranks(ranks, {})
 
 
 def _prepared(world: World, **changes: Any) -> Any:
