@@ -71,7 +71,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "all_heads[self._swap.own_heads] = torch.cat(dsinks)": "all_heads[: sum(map(len, dsinks))] = torch.cat(dsinks)",
         "self._shared_kv = tuple(kv) or self._shared_kv": "self._shared_kv = self._shared_kv or tuple(kv)",
         "unpack_numbers(out) if self._takes_deltas": "0 * unpack_numbers(out) if self._takes_deltas",
-        "self._takes_deltas else out, self._saved": "self._takes_deltas else 0 * out, self._saved",
+        "self._takes_deltas else out, lse": "self._takes_deltas else 0 * out, lse",
     },
     "attend": {
         "part_out, x.lse) for x in slices]": "part_out, slices[0].lse) for x in slices]",

@@ -1,6 +1,7 @@
 """Classes of transformers under other names: what recognises a class by its name does not know them."""
 
 import inspect
+import os
 import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -18,7 +19,8 @@ def renamed_class(kind: type, old: str, new: str) -> Any:
     module = sys.modules[kind.__module__]
     name = f"{kind.__module__}_{new.lower()}"
     if name not in sys.modules:
-        path = Path(_folder.name) / f"{name.rpartition('.')[2]}.py"
+        # Ranks share the folder: each reads a file of its own.
+        path = Path(_folder.name) / f"{name.rpartition('.')[2]}_{os.getpid()}.py"
         source = inspect.getsource(module).replace(old, new)
         path.write_text(re.sub(rf"\b{new}(\w*Config)\b", rf"{old}\1", source), "utf-8")
         spec = spec_from_file_location(name, path)
