@@ -3,6 +3,7 @@
 The file of a kind is not imported here; modules of peft are told in `adapted_modules.py`.
 """
 
+import dis
 import inspect
 from functools import cache
 from types import FunctionType
@@ -29,6 +30,34 @@ def is_linear(module: object) -> TypeGuard[nn.Linear]:
     float8, and are not split over tp.
     """
     return isinstance(module, nn.Linear) and class_forward(module) is nn.Linear.forward
+
+
+def uncalled_linears(model: nn.Module) -> list[str]:
+    """List the linears, by name, of which the forward of their owner reads the weight alone, past an adapter: it calls
+    none of them. LongCat's router is such.
+    """
+    return [
+        f"{path}.{name}"
+        for path, owner in model.named_modules()
+        for name, child in owner.named_children()
+        if isinstance(child, nn.Linear) and reads_weight_alone(owner, name)
+    ]
+
+
+def reads_weight_alone(owner: nn.Module, name: str) -> bool:
+    """Return whether the forward of a module reads the weight of its child of this name, and never calls the child."""
+    return name in _attributes_read_for_weights(class_forward(owner))
+
+
+@cache
+def _attributes_read_for_weights(forward: FunctionType) -> frozenset[str]:
+    if not isinstance(forward, FunctionType):
+        return frozenset()
+    names = [step.argval for step in dis.get_instructions(forward) if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+    uses = dict[str, set[str]]()
+    for name, behind in zip(names, [*names[1:], ""], strict=True):
+        uses.setdefault(name, set()).add(behind)
+    return frozenset(name for name, behind in uses.items() if "weight" in behind <= {"weight", "bias"})
 
 
 # ---- mixers (`seams/mixers.py`)

@@ -49,7 +49,7 @@ def said_by(call: Callable[[], object]) -> str:
 
 
 def lora(family: str = "llama", **more: Any) -> Any:
-    model = indexed(family) if family == "deepseek-v3.2" else tiny(family)
+    model = indexed(family) if family in ("deepseek-v3.2", "longcat") else tiny(family)
     return peft.get_peft_model(model, peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **more}))
 
 
@@ -86,6 +86,11 @@ CASES: dict[str, tuple[Callable[[], Any], Layout, str]] = {
         CP,
         "self_attn.indexer.wq_b belongs to an indexer, which gets no gradient; name target_modules without it",
     ),
+    "a router that is not called": (
+        lambda: lora("longcat", target_modules=["o_proj", "classifier"]),
+        CP,
+        "classifier has an adapter that nothing computes with.* LongcatFlashTopkRouter reads",
+    ),
     "a tied head in stages": (lambda: lora("qwen3", target_modules=["lm_head"]), PP, "tied to the head.*use pp 1"),
 }
 
@@ -112,6 +117,17 @@ def test_targets_are_names_of_linears() -> None:
     assert "q_b_proj" in targets and not {"wk", "wq_b", "weights_proj"} & {*targets}
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(names) == 2 and all("lm_head" in name for name in names)
+
+
+def test_default_adapters_are_of_linears_that_layers_call() -> None:
+    """LongCat's router reads its linear's weight in float32, past any adapter."""
+    with warnings.catch_warnings(action="ignore"):
+        model = add_lora(indexed("longcat"), NewAdapter(rank=2))
+    assert "classifier" not in model.peft_config["default"].target_modules
+    assert not [name for name, _ in model.named_parameters() if "classifier" in name and "lora" in name]
+    says = "'classifier', which is no linear of LongcatFlashForCausalLM .* which its layers call"
+    with pytest.raises(ModelError, match=says):
+        add_lora(indexed("longcat"), NewAdapter(rank=2, targets=("classifier",)))
 
 
 @pytest.mark.skipif(not here(["deepseek-v4"]), reason="this transformers has no such class")

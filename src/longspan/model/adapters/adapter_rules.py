@@ -26,7 +26,7 @@ from longspan.model.adapters.adapter import Adapter, adapter_parameters, find_ad
 from longspan.model.adapters.disable_adapter import redirect_peft_model
 from longspan.model.adapters.new_adapter import DrawnAdapter
 from longspan.model.feature import Call, Feature
-from longspan.model.kinds import expert_modules, find_choosing_modules, is_linear
+from longspan.model.kinds import expert_modules, find_choosing_modules, is_linear, reads_weight_alone
 from longspan.model.layers import is_tied, mtp_depths
 from longspan.model.mtp.depths import reasons_against_mtp, select_mtp_weights
 from longspan.model.weights.fill import find_deferred_weights
@@ -103,6 +103,13 @@ def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
         layer: Any = module
         if name.startswith(indexers):
             yield f"{name} belongs to an indexer, which gets no gradient; name target_modules without it"
+            return
+        owner_name, _, attribute = name.rpartition(".")
+        if reads_weight_alone(owner := model.get_submodule(owner_name), attribute):
+            yield (
+                f"{name} has an adapter that nothing computes with, as the forward of {type(owner).__name__} reads its "
+                "weight and does not call it; name target_modules without it"
+            )
             return
         if is_expert_adapter(module):
             if layer.get_base_layer() not in experts or layer.parameter_name not in _MATRICES_OF_EXPERTS:

@@ -22,7 +22,14 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_adapted
 from longspan.model.adapters.adapter import adapted_weights, adapter_parameters
-from longspan.model.kinds import SCORE_HEADS, expert_modules, find_choosing_modules, is_linear, name_without_adapter
+from longspan.model.kinds import (
+    SCORE_HEADS,
+    expert_modules,
+    find_choosing_modules,
+    is_linear,
+    name_without_adapter,
+    uncalled_linears,
+)
 from longspan.model.layers import architecture_name, decoder_layers, towers_beside_text_model
 from longspan.model.mtp.depths import unwrap_trained_mtp
 from longspan.model.parts import is_tied
@@ -138,11 +145,11 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
 
 
 def _linears_to_adapt(model: PreTrainedModel) -> tuple[list[str], str | None]:
-    """The pattern (None: none) fits all modules of towers, and of indexers, which get no gradient: their linears may
-    have names like those of others, and peft must not adapt them."""
+    """The pattern (None: none) fits all modules of towers, of indexers, which get no gradient, and linears that nothing
+    calls: they may have names like those of others, and peft must not adapt them."""
     towers = {id(tower) for tower in towers_beside_text_model(model)}
     left_out = [name for name, module in model.named_modules() if id(module) in towers]
-    left_out += find_choosing_modules(model)
+    left_out += [*find_choosing_modules(model), *uncalled_linears(model)]
     # A pattern for all layers: "model.layers.3.self_attn.indexer" is one of any number.
     patterns = dict.fromkeys(re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) for name in left_out)
     pattern = f"({'|'.join(patterns)})(\\..*)?" if patterns else None
@@ -190,7 +197,7 @@ def _unknown_target_error(
     hint = f"did you mean {nearest!r}? It has" if nearest else "it has"
     return ModelError(
         f"lora.target_modules has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
-        f"indexers; {hint} {', '.join(endings)}"
+        f"indexers, and which its layers call; {hint} {', '.join(endings)}"
     )
 
 
