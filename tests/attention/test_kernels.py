@@ -100,9 +100,10 @@ def _geometry(
     shares, members = Partition.zigzag(lengths, degree), range(degree)
     rows = [torch.from_numpy(shares.rows(member).copy()).to(device) for member in members]
     segments = [shares.segments(member) for member in members]
+    limits: Any = {"causal": mask.causal, "window": mask.window, "chunk": mask.chunk}
     launches = [
         [
-            tuple(Launch(tiling, device) for tiling in tilings_between(segments[a], segments[b], **mask._asdict()))
+            tuple(Launch(tiling, device) for tiling in tilings_between(segments[a], segments[b], **limits))
             for b in members
         ]
         for a in members

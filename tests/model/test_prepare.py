@@ -251,7 +251,7 @@ KERNELS = [
     (
         "mistral",
         "fa5",
-        "kernel 'fa5' is unknown; use one of fa4, cudnn, torch_flash, triton_flash, triton_gathered, cpu_flash, ref",
+        "kernel 'fa5' is unknown; use one of fa4, cudnn, torch_flash, triton_blocks, triton_flash",
     ),
     ("mistral", MISSING, WITH_WINDOW),
     ("deepseek-v3", MISSING, "attends with heads of 12 with values of 6"),

@@ -6,6 +6,7 @@ The file of a kind is not imported here; modules of peft are told in `adapted_mo
 import dis
 import inspect
 from functools import cache
+from itertools import pairwise
 from types import FunctionType
 from typing import Any, TypeGuard, cast
 
@@ -55,7 +56,7 @@ def _attributes_read_for_weights(forward: FunctionType) -> frozenset[str]:
         return frozenset()
     names = [step.argval for step in dis.get_instructions(forward) if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
     uses = dict[str, set[str]]()
-    for name, behind in zip(names, [*names[1:], ""], strict=True):
+    for name, behind in pairwise([*names, ""]):
         uses.setdefault(name, set()).add(behind)
     return frozenset(name for name, behind in uses.items() if "weight" in behind <= {"weight", "bias"})
 

@@ -122,7 +122,7 @@ _RECORDING = "longspan_recorded_masks"
 _NARROW = 2
 
 
-@dataclass
+@dataclass(eq=False)
 class _RecordedMasks:
     """The masks of the running model's layers, by type of layer; empty where none runs."""
 
