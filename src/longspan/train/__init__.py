@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from longspan.train.rows.read_rows import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.step import StepResult as StepResult, run_step as run_step
     from longspan.train.terms.collected_log_probs import TokenLogProbs as TokenLogProbs
+    from longspan.train.terms.distillation import Distillation as Distillation
     from longspan.train.terms.document_loss import DocumentLoss as DocumentLoss
     from longspan.train.terms.loss_tokens import LossTokens as LossTokens
     from longspan.train.terms.micro_batch_loss import (

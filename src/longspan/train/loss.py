@@ -33,7 +33,8 @@ CHUNK_BYTES_ELSEWHERE = 64 << 20
 
 # It takes log-probabilities (t,) of some targets, the slice of all targets that these are, and their logits (t, V). It
 # returns the sum of their losses (a float64 scalar), the derivative of each loss by its log-probability (t,), and where
-# there is one the derivative by its entropy (t,). For a head of scores, these stand in place of log-probabilities.
+# there is one the derivative by its entropy (t,). For a head of scores, these stand in place of log-probabilities. A
+# loss of whole distributions returns its gradient at the logits (t, V) in place of derivatives.
 LossOfRows = Callable[[Tensor, slice, Tensor], tuple[Tensor, ...]]
 
 
@@ -207,7 +208,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():  # a caller's loss is differentiated inside
                 loss, slopes, *entropy_slopes = losses(log_probs, chunk, logits)
             total += loss.detach()
-            logit_gradient = gradient_of(slopes.detach())
+            logit_gradient = _gradient_at_logits(logits, slopes.detach(), gradient_of)
             if entropy_slopes:
                 add_entropy_gradient(logit_gradient, logits.detach(), entropy_slopes[0])
             del log_probs, gradient_of, slopes  # the memory of the exponentials
@@ -234,6 +235,11 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_gradient = saved.pop(0) * loss_gradient if ctx.has_hidden_gradient else None
         parameter_gradients = [(x * loss_gradient).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
         return hidden_gradient, None, None, None, None, None, *parameter_gradients
+
+
+def _gradient_at_logits(logits: Tensor, slopes: Tensor, gradient_of: GradientOf) -> Tensor:
+    """Slopes may be that gradient already."""
+    return slopes.to(logits.dtype) if slopes.shape == logits.shape else gradient_of(slopes)
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:

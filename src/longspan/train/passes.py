@@ -11,6 +11,7 @@ binds the same micro-batches; the first stage reads token ids, and only the last
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,7 +97,8 @@ class Passes:
     `model` is the language model, without encoders. `loss_fn` returns the sum of the losses of a micro-batch's rows,
     whose gradients are divided by `divisor`. `routing` counts the experts' loads of the step, None without experts.
     `depths` of multi-token prediction run where there is a loss. `frees_parameters`: whether passes without backward
-    free at their end what FSDP2 has gathered. `temperature` divides logits.
+    free at their end what FSDP2 has gathered. `temperature` divides logits. `run_inside`, if there is one, gets the
+    inputs of a micro-batch and the call of the model, which it makes inside another model's pass.
     """
 
     model: nn.Module
@@ -110,6 +112,7 @@ class Passes:
     depths: int = 0
     terms: tuple[Term, ...] = ()
     temperature: float = 1.0
+    run_inside: Callable[..., Tensor] | None = None
 
     @classmethod
     def with_terms(cls, inputs: StepInputs, terms: Sequence[Term], loss_fn: LossFn, **settings: Any) -> "Passes":
@@ -271,7 +274,10 @@ def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
     if passes.depths:
         inputs |= _future_ids(batch)
     if is_prepared(passes.model):
-        return passes.model(**inputs, row_loss=passes.row_loss(batch))
+        run_model = partial(passes.model, **inputs, row_loss=passes.row_loss(batch))
+        if passes.run_inside is not None:
+            return passes.run_inside(_model_inputs(batch), run_model)
+        return run_model()
     output = passes.model(**inputs)
     logits = (output if isinstance(output, Tensor) else output.logits).squeeze(0)  # (T, V)
     return passes.loss_fn(batch, logits, passes.tempered_head(GivenLogits(logits.shape[-1])))

@@ -29,6 +29,7 @@ from longspan.train.terms.step_terms import step_terms
 
 if TYPE_CHECKING:
     from longspan.model.experts.router import RouterCoefficients, RouterLosses
+    from longspan.train.terms.distillation import Distillation
     from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.encoding import EncoderTimes
     from longspan.train.terms.loss_tokens import LossFunction
@@ -47,7 +48,7 @@ class StepResult:
     `mtp_losses`: the mean cross entropy of each depth of multi-token prediction, without its weight; not in `loss`.
     `encoders`: what encoders took of a step with a backward pass; None without images and the like. `slot_ratio`: this
     slot's seconds for its rows' loss over those of the other slots for as many; None if they were not timed.
-    `figures` are those of a DocumentLoss, by name.
+    `figures` are those of a DocumentLoss or Distillation, by name.
     """
 
     loss: float
@@ -78,7 +79,7 @@ def run_step(
     step: int | None = None,
     loss_chunk_rows: int = 0,
     router: "RouterCoefficients | None" = None,
-    loss: "LossFunction | DocumentLoss | MicroBatchLoss | None" = None,
+    loss: "LossFunction | DocumentLoss | MicroBatchLoss | Distillation | None" = None,
     divisor: float | None = None,
     mtp: "MtpLoss | None" = None,
     time_slots: bool = False,
@@ -103,8 +104,9 @@ def run_step(
     `loss(log_probs, at)` gets the log-probabilities (t,) of some targets, in float32 (float64 for float64 logits), and
     a LossTokens that describes them, and returns their losses (t,), each of its own row only. Weights are then
     `at["weights"]`, and multiply nothing by themselves. A DocumentLoss is a function of documents' sums, a
-    MicroBatchLoss one of all tokens of a micro-batch. `divisor`, the same on every rank, is what the sum of the losses
-    is divided by (None: the plan's targets, the number of sets of a DocumentLoss, 1 of a MicroBatchLoss).
+    MicroBatchLoss one of all tokens of a micro-batch, a Distillation one of whole distributions, with a teacher's.
+    `divisor`, the same on every rank, is what the sum of the losses is divided by (None: the plan's targets, the number
+    of sets of a DocumentLoss, 1 of a MicroBatchLoss).
 
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` holds the
     weights of the routers' losses in the gradient (None: those of the model's configuration); `mtp` runs the depths of

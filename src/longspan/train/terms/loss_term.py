@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -19,12 +20,13 @@ from longspan.train.passes import Passes, Term
 from longspan.train.rows.agreed_reading import read_and_compare_digest, text_digest
 from longspan.train.rows.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
+from longspan.train.terms.distillation import FIGURES, Distillation, DistillationPasses
 from longspan.train.terms.document_loss import DocumentLoss, DocumentPasses
 from longspan.train.terms.loss_tokens import LossFunction, TokenLoss
 from longspan.train.terms.micro_batch_loss import MicroBatchLoss, MicroBatchPasses, refuse_head_dropout
 
-GivenLoss = LossFunction | DocumentLoss | MicroBatchLoss | None
-StepLoss = CrossEntropy | TokenLoss | DocumentPasses | MicroBatchPasses
+GivenLoss = LossFunction | DocumentLoss | MicroBatchLoss | Distillation | None
+StepLoss = CrossEntropy | TokenLoss | DocumentPasses | MicroBatchPasses | DistillationPasses
 
 
 class LossTerm(Term):
@@ -51,13 +53,31 @@ class LossTerm(Term):
             read_loss, text_digest("a loss or a divisor"), world, _to_loss_error, **names
         )
         world.control.compare_digests(text_digest(loss_text), **names)
+        self._targets = float(max(inputs.plan.targets, 1))
+        if isinstance(self.loss_fn, DistillationPasses):
+            self.loss_fn.check_models(inputs)
         if inputs.backward and isinstance(self.loss_fn, DocumentPasses):
             self.loss_fn.refuse_dropout(inputs.language_model)
         if inputs.backward and isinstance(self.loss_fn, MicroBatchPasses):
             refuse_head_dropout(inputs.language_model, world, "MicroBatchLoss")
 
+    def read(self, batches: Sequence[LocalBatch]) -> None:
+        if isinstance(self.loss_fn, DistillationPasses):
+            self.loss_fn.check_ids(batches)
+
     def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, loss_fn=self.loss_fn, divisor=self.divisor)
+        passes = replace(passes, loss_fn=self.loss_fn, divisor=self.divisor)
+        if not isinstance(self.loss_fn, DistillationPasses):
+            return passes
+        if passes.temperature != 1:
+            raise LossError(
+                f"temperature is {passes.temperature:g} beside a Distillation, which has its own for both models; give "
+                f"Distillation(…, temperature={passes.temperature:g})"
+            )
+        return replace(passes, run_inside=partial(self.loss_fn.run_models, backward=passes.backward))
+
+    def passes_context(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
+        return self.loss_fn.passes_context() if isinstance(self.loss_fn, DistillationPasses) else nullcontext()
 
     def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
         if not isinstance(self.loss_fn, DocumentPasses):
@@ -66,7 +86,7 @@ class LossTerm(Term):
 
     def raise_error(self) -> None:
         """Raise, on every rank, the error of a caller's function, or LossError where ranks came to different losses."""
-        if isinstance(self.loss_fn, CrossEntropy):  # calls no function of the caller's
+        if isinstance(self.loss_fn, CrossEntropy | DistillationPasses):  # calls no function of the caller's
             return
         error = None if self.loss_fn.error is None else _to_loss_error(self.loss_fn.error, self._world)
         if self._world.control.flag_on_any_rank(error is not None):
@@ -81,13 +101,19 @@ class LossTerm(Term):
             )
         )
 
-    def sums(self) -> list[float]:
+    def sums(self) -> list[float] | Tensor:
+        if isinstance(self.loss_fn, DistillationPasses):
+            return self.loss_fn.sums
         if not isinstance(self.loss_fn, DocumentPasses) or self.loss_fn.loss.figures is None:
             return []
         return self.loss_fn.sums.ravel().tolist()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return what a DocumentLoss adds to the step's result: micro-batches that ran twice, and its figures."""
+        """Return the figures of a DocumentLoss or Distillation, and how many micro-batches ran twice."""
+        if isinstance(self.loss_fn, DistillationPasses):
+            divisors = (self.divisor, self.divisor, self._targets, self._targets)
+            values = zip(FIGURES, sums, divisors, strict=True)
+            return {"figures": {name: value / divisor for name, value, divisor in values}}
         if not isinstance(self.loss_fn, DocumentPasses):
             return {}
         figures = self.loss_fn.loss.figures
@@ -102,8 +128,12 @@ def _check_loss_and_divisor(
     loss: GivenLoss, divisor: Any, plan: Plan, world: World, chunk_rows: int, scores: int
 ) -> tuple[StepLoss, float, str]:
     """The text is the same on all ranks."""
-    if loss is not None and not isinstance(loss, DocumentLoss | MicroBatchLoss) and not callable(loss):
-        kinds = "a function of (log_probs, at), a DocumentLoss, a MicroBatchLoss, or None"
+    if (
+        loss is not None
+        and not isinstance(loss, DocumentLoss | MicroBatchLoss | Distillation)
+        and not callable(loss)
+    ):
+        kinds = "a function of (log_probs, at), a DocumentLoss, a MicroBatchLoss, a Distillation, or None"
         raise LossError(f"loss is {short_text(loss)}; give {kinds}")
     # `compared` are arguments of the loss that are to be the same on all ranks.
     if isinstance(loss, DocumentLoss):
@@ -115,6 +145,10 @@ def _check_loss_and_divisor(
         loss_fn = MicroBatchPasses(loss, plan, world, chunk_rows, scores)  # raises for an `also` that is no list
         default = 1.0
         compared = tuple(loss.also)
+    elif isinstance(loss, Distillation):
+        loss_fn = DistillationPasses(loss, plan, world, chunk_rows, scores)
+        default = float(max(plan.targets, 1))
+        compared = loss_fn.compared
     else:
         loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
         default = float(max(plan.targets, 1))

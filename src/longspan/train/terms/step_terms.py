@@ -13,6 +13,7 @@ from longspan.train.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from longspan.model.experts.router import RouterCoefficients, RouterStatistics
+    from longspan.train.terms.distillation import Distillation
     from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.loss_tokens import LossFunction
     from longspan.train.terms.micro_batch_loss import MicroBatchLoss
@@ -38,7 +39,7 @@ class RoutersTerm(Term):
 def step_terms(
     inputs: StepInputs,
     *,
-    loss: "LossFunction | DocumentLoss | MicroBatchLoss | None",
+    loss: "LossFunction | DocumentLoss | MicroBatchLoss | Distillation | None",
     divisor: float | None,
     router: "RouterCoefficients | None",
     mtp: "MtpLoss | None",

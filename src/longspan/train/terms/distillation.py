@@ -1,0 +1,214 @@
+"""A loss of whole distributions: a student's from those of a teacher, which runs over the same rows of the same plan.
+
+The teacher's pass of a micro-batch comes first, and the student's runs inside it, behind the teacher's last layer: what
+is left of the teacher are its last hidden states and its head, which meets the student's chunk by chunk.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.comm import World, raise_first_error, to_device
+from longspan.errors import DataError, LossError
+from longspan.model.fsdp_params import reshard
+from longspan.model.kinds import score_columns
+from longspan.model.layers import architecture_name, mtp_depths, preserve_modes
+from longspan.model.marks import is_multimodal, is_pipeline
+from longspan.model.seams.call_rules import is_prepared
+from longspan.model.sharding import keep_parameters_whole
+from longspan.plain_text import short_text
+from longspan.plan import Plan
+from longspan.train.divergence import Divergence
+from longspan.train.log_probs import target_log_probs_and_gradient
+from longspan.train.loss import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE, Head, Targets, chunked_loss
+from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
+from longspan.train.step_inputs import StepInputs, check_step_arguments
+
+FIGURES = ("kl", "ce", "entropy", "teacher_mass")
+
+
+@dataclass(frozen=True, eq=False)
+class Distillation:
+    """A loss of a student's distributions and those of a teacher, as `loss=` of `run_step`.
+
+    >>> teacher = longspan.prepare(load_model("Qwen/Qwen3-32B").requires_grad_(False), world)
+    >>> run_step(student, plan, documents, world, optimizer, loss=Distillation(teacher, beta=0.5))
+
+    `teacher` is a prepared model of which nothing is trained, in the student's world. The step's loss is the sum over
+    targets of weight · (D + cross_entropy_weight · cross entropy), divided by `divisor=` (None: the plan's targets).
+    `beta`, `temperature`, `top_k` and `add_tail` choose the divergence D as TRL's `DistillationConfig` does (see
+    docs/losses.md); the cross entropy is at temperature 1. `StepResult.figures` has `kl` and `ce`, divided as the loss
+    is, and the means over targets of the student's `entropy` and of `teacher_mass`, the share of the teacher's
+    distribution that is compared token by token.
+    """
+
+    teacher: nn.Module
+    beta: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    add_tail: bool = True
+    cross_entropy_weight: float = 0.0
+
+    def divergence(self) -> Divergence:
+        """Return the divergence, checked. Raises LossError for values that there are not."""
+        weight: Any = self.cross_entropy_weight
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+            raise LossError(f"cross_entropy_weight is {short_text(weight)}; give 0 or a positive number")
+        return Divergence(self.beta, self.temperature, self.top_k, self.add_tail)
+
+
+class DistillationPasses:
+    """The loss of a step's passes under a Distillation."""
+
+    error: Exception | None = None
+
+    def __init__(self, loss: Distillation, plan: Plan, world: World, chunk_rows: int, scores: int) -> None:
+        """Check the loss. Raises LossError for what no distillation is made of."""
+        self.compared = (loss.beta, loss.temperature, loss.top_k, loss.add_tail, loss.cross_entropy_weight)
+        self._divergence = loss.divergence()
+        self._teacher: Any = loss.teacher
+        self._cross_entropy_weight = loss.cross_entropy_weight
+        self._plan = plan
+        self._world = world
+        self._chunk_rows = chunk_rows
+        # The teacher's last hidden states (T, D) and its head, inside its forward pass.
+        self._teacher_states: tuple[Tensor, Head] | None = None
+        self.sums = torch.zeros(len(FIGURES), dtype=torch.float64, device=world.device)
+        if scores:
+            raise LossError(
+                "a Distillation is of distributions of tokens, and the model makes scores; leave it out"
+            )
+
+    def check_models(self, inputs: StepInputs) -> None:
+        """Raise LossError for models that cannot be student and teacher, and what `check_step_arguments` raises for the
+        teacher; entered by all ranks.
+        """
+        teacher, student = self._teacher, inputs.language_model
+        reason = None
+        if not isinstance(teacher, nn.Module) or not is_prepared(teacher) or not is_prepared(student):
+            reason = "student and teacher are models that longspan.prepare returns; prepare both in one world"
+        elif is_multimodal(inputs.model) or is_multimodal(teacher):
+            reason = "a MultimodalModel has no teacher; distil its language model over documents without items"
+        elif is_pipeline(student) or is_pipeline(teacher):
+            reason = f"the home has pp {inputs.world.home.pp}; use a home without pp"
+        elif shared := {id(p) for p in teacher.parameters()} & {id(p) for p in student.parameters()}:
+            reason = (
+                f"teacher and student share {len(shared)} parameters: the base under an adapter is where the student "
+                "began, and teaches nothing; load another model"
+            )
+        elif trained := [name for name, p in teacher.named_parameters() if p.requires_grad]:
+            reason = (
+                f"{len(trained)} parameters of the teacher would be trained ({trained[0]}); call requires_grad_(False) "
+                "on the model before longspan.prepare"
+            )
+        elif score_columns(teacher):
+            reason = f"the teacher {architecture_name(teacher)} makes scores, and no distribution of tokens"
+        elif mtp_depths(teacher) or mtp_depths(student):
+            reason = "depths of multi-token prediction have no teacher; load both models without them"
+        raise_first_error(inputs.world, None if reason is None else LossError(f"Distillation: {reason}"))
+        check_step_arguments(teacher, inputs.plan, inputs.documents, inputs.world, backward=False)
+
+    def check_ids(self, batches: Sequence[LocalBatch]) -> None:
+        """Raise DataError, on every rank, for ids that the teacher has not; entered by all ranks."""
+        size = self._teacher.get_input_embeddings().num_embeddings
+        largest = max(
+            (int(ids.max()) for batch in batches for ids in (batch.ids, batch.labels) if len(ids)), default=0
+        )
+        error = None
+        if largest >= size:
+            error = DataError(
+                f"the documents have token {largest}, and the teacher's vocabulary has {size}; student and teacher "
+                "need one tokenizer"
+            )
+        raise_first_error(self._world, error)
+
+    @contextmanager
+    def passes_context(self) -> Iterator[None]:
+        """Keep the teacher in evaluation mode inside, in free plans with whole weights; frees them at the end."""
+        with preserve_modes(self._teacher):
+            self._teacher.eval()
+            try:
+                if self._plan.mode == "free":
+                    with keep_parameters_whole(self._teacher):
+                        yield
+                else:
+                    yield
+            finally:
+                reshard(self._teacher)
+
+    def run_models(self, inputs: Mapping[str, Any], run_student: Callable[[], Tensor], *, backward: bool) -> Tensor:
+        """Run the teacher over a micro-batch, with these inputs, and the student inside; returns the student's loss."""
+        losses = list[Tensor]()
+
+        def row_loss(hidden: Tensor, head: Head) -> Tensor:
+            self._teacher_states = (hidden, head)
+            with torch.set_grad_enabled(backward):
+                losses.append(run_student())
+            self._teacher_states = None
+            # FSDP2 would gather the teacher for the backward pass of a loss that it returned.
+            return hidden.new_zeros(())
+
+        with torch.no_grad():
+            self._teacher(**inputs, row_loss=row_loss)
+        return losses[0]
+
+    def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+        """Return the sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
+        assert self._teacher_states is not None, "the student runs inside its teacher's pass"
+        teacher_hidden, teacher_head = self._teacher_states
+        rows = target_rows(batch)
+        targets = Targets(to_device(rows, hidden.device), to_device(batch.labels[rows], hidden.device))
+        weights = None
+        if WEIGHTS in batch.values:
+            weights = to_device(batch.values[WEIGHTS][rows], hidden.device)
+        teacher_rows = teacher_hidden.index_select(0, targets.with_padding().rows)
+        if not len(rows):
+            # The teacher's head may enter collectives, which need all ranks.
+            teacher_head(teacher_rows)
+        losses = partial(self._losses, targets, weights, teacher_rows, teacher_head)
+        chunk_rows = self._chunk_rows or rows_of_two_heads(head.vocabulary, teacher_head.vocabulary, hidden)
+        return chunked_loss(hidden, targets, losses, head, chunk_rows)
+
+    def _losses(
+        self,
+        targets: Targets,
+        weights: Tensor | None,
+        teacher_rows: Tensor,
+        teacher_head: Head,
+        log_probs: Tensor,
+        part: slice,
+        logits: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the losses' sum and their gradient at the logits (t, V), or zeros without one; a LossOfRows."""
+        wants_gradient = torch.is_grad_enabled()
+        with torch.no_grad():
+            teacher_logits = teacher_head(teacher_rows[part])
+            rows = self._divergence.of_rows(logits, teacher_logits, gradient=wants_gradient)
+            del teacher_logits
+            row_weights = torch.ones_like(log_probs) if weights is None else weights[part].to(log_probs.dtype)
+            kl = (row_weights * rows.losses).sum(dtype=torch.float64)
+            ce = -(row_weights * log_probs).sum(dtype=torch.float64)
+            self.sums += torch.stack([kl, ce, rows.entropies.sum().double(), rows.teacher_mass.sum().double()])
+            loss = kl + self._cross_entropy_weight * ce
+            if rows.gradient is None:
+                return loss, log_probs
+            gradient = rows.gradient.mul_(row_weights.unsqueeze(1).to(rows.gradient.dtype))
+            if self._cross_entropy_weight:
+                slopes = -self._cross_entropy_weight * row_weights
+                gradient += target_log_probs_and_gradient(logits, targets.ids[part])[1](slopes)
+            return loss, gradient
+
+
+def rows_of_two_heads(student_columns: int, teacher_columns: int, hidden: Tensor) -> int:
+    """Return how many rows' logits of both models are formed at a time: with what is computed from them they fit the
+    chunk's bytes.
+    """
+    size, wide = hidden.dtype.itemsize, max(4, hidden.dtype.itemsize)
+    # Logits and two gradients of the student with a wide copy, the teacher's logits, and wide copies of some rows.
+    row_bytes = student_columns * (3 * size + wide) + teacher_columns * (size + wide)
+    return max(1, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES_ELSEWHERE) // row_bytes)
