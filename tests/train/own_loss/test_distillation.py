@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from longspan import Layout, World, plan_dynamic, plan_fixed, run_step
@@ -19,7 +20,7 @@ from longspan.train import Distillation
 from longspan.train.divergence import Divergence
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
-from tests.model.stock import config_of, error, gradients_of, prepare_untried, random_model
+from tests.model.stock import SIZES, error, gradients_of, prepare_untried, random_model
 from tests.mutation import mutated
 from tests.train.own_loss.dense import LENGTHS, Answer, documents_of, targets_of
 from tests.train.steps.test_divergence import reference
@@ -52,7 +53,7 @@ class Case:
     whole: bool = False  # of the whole table
 
 
-CAPPED = Case("experts, a capped teacher", Layout(2), fixed(2, 24), "qwen3-moe", "gemma2", chunk=4, whole=True)
+CAPPED = Case("experts, a capped teacher", Layout(2), fixed(2, 24), "qwen3-moe", "gemma3", chunk=4, whole=True)
 CASES = [
     Case("one rank", Layout(1), fixed(1, 60), chunk=3),
     Case("cp 2", Layout(2), fixed(2, 24), chunk=4),
@@ -77,11 +78,9 @@ def model_of(family: str) -> Any:
 
 def teacher_of(family: str) -> Any:
     """Of other weights than any student's, and of a larger head."""
-    if family == "gemma2":
-        # Caps of attention need the eager one, whose softmax is in float32.
-        config = config_of("gemma2")
-        config.attn_logit_softcapping = None
-        config.final_logit_softcapping = 1.5
+    if family == "gemma3":
+        sizes = {**SIZES, "sliding_window": 5, "query_pre_attn_scalar": 8}
+        config = transformers.Gemma3TextConfig(**sizes, final_logit_softcapping=1.5)
         model = random_model(config, attn_implementation="sdpa")
     else:
         model = deep(family, torch.float64, 3, TEACHER_VOCABULARY)

@@ -145,14 +145,13 @@ def _check_loss_and_divisor(
         loss_fn = MicroBatchPasses(loss, plan, world, chunk_rows, scores)  # raises for an `also` that is no list
         default = 1.0
         compared = tuple(loss.also)
-    elif isinstance(loss, Distillation):
-        loss_fn = DistillationPasses(loss, plan, world, chunk_rows, scores)
-        default = float(max(plan.targets, 1))
-        compared = loss_fn.compared
     else:
-        loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
+        if isinstance(loss, Distillation):
+            loss_fn = DistillationPasses(loss, plan, world, chunk_rows, scores)
+        else:
+            loss_fn = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
         default = float(max(plan.targets, 1))
-        compared = ()
+        compared = loss_fn.compared if isinstance(loss_fn, DistillationPasses) else ()
     used_divisor = default if divisor is None else _check_divisor(divisor)
     return loss_fn, used_divisor, f"{type(loss_fn).__name__} {used_divisor} {compared}"
 
