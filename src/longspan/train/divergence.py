@@ -61,7 +61,7 @@ class Divergence:
             raise LossError(f"add_tail is {short_text(self.add_tail)}; give True or False")
 
     @torch.no_grad()
-    def of_rows(self, student: Tensor, teacher: Tensor, *, gradient: bool) -> RowDivergences:
+    def compare_rows(self, student: Tensor, teacher: Tensor, *, gradient: bool) -> RowDivergences:
         """Compute divergences of logits (t, V) and (t, V'), over the first min(V, V') columns of both.
 
         Softmaxes are in float32, in float64 for float64 logits. The gradient has the student's dtype and columns.
@@ -75,7 +75,7 @@ class Divergence:
             log_p = (student[part, :columns].to(dtype) / self.temperature).log_softmax(-1)
             log_q = (teacher[part, :columns].to(dtype) / self.temperature).log_softmax(-1)
             entropies[part] = -_expectation(log_p, log_p)
-            losses[part], mass[part], slopes = self._of_log_probs(log_p, log_q)
+            losses[part], mass[part], slopes = self._compare_log_probs(log_p, log_q)
             if logit_gradient is None:
                 continue
             # Slopes are by log p before it is normalised; the softmax takes their sum off each row.
@@ -83,7 +83,7 @@ class Divergence:
             logit_gradient[part, :columns] = (slopes / self.temperature).to(student.dtype)
         return RowDivergences(losses, entropies, mass, logit_gradient)
 
-    def _of_log_probs(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _compare_log_probs(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses (t,), the teacher's mass (t,), and the derivatives (t, V) of losses by log p."""
         if not 0 < self.top_k < log_p.shape[1]:
             losses, slopes = self._whole(log_p, log_q)

@@ -52,7 +52,7 @@ def _errors(settings: Divergence, wanted: Tensor, student: Tensor, teacher: Tens
     """The larger relative error of the sum of weighted rows and of its gradient."""
     weights = torch.linspace(0.5, 2, ROWS, dtype=torch.float64)
     (wanted_gradient,) = torch.autograd.grad((weights * wanted).sum(), student)
-    found = settings.of_rows(student, teacher, gradient=True)
+    found = settings.compare_rows(student, teacher, gradient=True)
     assert found.gradient is not None
     gradient = weights[:, None] * found.gradient
     of_losses = ((found.losses - wanted).abs().max() / wanted.abs().max()).item()
@@ -88,7 +88,7 @@ def test_equals_plain_torch(more: int) -> None:
 def test_figures_and_values_without_a_gradient() -> None:
     student, teacher = _drawn()
     settings = Divergence(beta=0.5, top_k=4)
-    with_gradient, found = (settings.of_rows(student, teacher, gradient=wanted) for wanted in (True, False))
+    with_gradient, found = (settings.compare_rows(student, teacher, gradient=wanted) for wanted in (True, False))
     assert found.gradient is None and torch.equal(found.losses, with_gradient.losses)
     log_p, q = student.log_softmax(-1), teacher.softmax(-1)
     assert torch.allclose(found.entropies, -(log_p.exp() * log_p).sum(-1), rtol=1e-12)
@@ -100,14 +100,14 @@ def test_tokens_that_cannot_come_and_low_precision() -> None:
     student[:, 3], teacher[:, 3] = -torch.inf, -torch.inf
     for settings in SETTINGS:
         if settings.top_k < 36:
-            found = settings.of_rows(student, teacher, gradient=True)
+            found = settings.compare_rows(student, teacher, gradient=True)
             assert found.gradient is not None and found.gradient.isfinite().all() and found.losses.isfinite().all()
-            narrow = settings.of_rows(student.bfloat16(), teacher.bfloat16(), gradient=True)
+            narrow = settings.compare_rows(student.bfloat16(), teacher.bfloat16(), gradient=True)
             assert narrow.losses.dtype == torch.float32 and narrow.gradient is not None
             assert narrow.gradient.dtype == torch.bfloat16 and narrow.gradient.isfinite().all()
     # A token that the student may write and the teacher never is infinitely far from it.
     student[:, 3] = 0.0
-    assert Divergence(beta=1.0).of_rows(student, teacher, gradient=False).losses.isposinf().all()
+    assert Divergence(beta=1.0).compare_rows(student, teacher, gradient=False).losses.isposinf().all()
 
 
 MUTATIONS = {

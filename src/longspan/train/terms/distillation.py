@@ -188,7 +188,7 @@ class DistillationPasses:
         wants_gradient = torch.is_grad_enabled()
         with torch.no_grad():
             teacher_logits = teacher_head(teacher_rows[part])
-            rows = self._divergence.of_rows(logits, teacher_logits, gradient=wants_gradient)
+            rows = self._divergence.compare_rows(logits, teacher_logits, gradient=wants_gradient)
             del teacher_logits
             row_weights = torch.ones_like(log_probs) if weights is None else weights[part].to(log_probs.dtype)
             kl = (row_weights * rows.losses).sum(dtype=torch.float64)
