@@ -217,6 +217,7 @@ def test_names_of_published_files() -> None:
         ({"layer_types": ["indexed_attention"]}, "no kv_lora_rank, no index_topk, no index_n_heads"),
         ({"model_type": "dots3_note_text"}, "widths of their own"),
         ({"model_type": "mistral_large4_text"}, "keys and values that layers share"),
+        ({"model_type": "hy_v4"}, "gates and sinks of attention's heads"),
         ({"model_type": "qwen4_exp_text", "ple_layer_ids": [1]}, "n-gram embeddings of layers"),
     ],
 )

@@ -248,6 +248,7 @@ _OWN_ROWS: dict[str, Family] = {
         # Two stacks of two layers, which run four and two times; the first pass of the low one has no gradients.
         small={"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": 12},
     ),
+    "hy_v4*": Family(unpriced="gates and sinks of attention's heads"),
     "kimi_k25": Family(
         square_patches=True, small={"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]}
     ),
