@@ -186,6 +186,7 @@ _SHARED_ROWS: tuple[Mapping[str, Family], ...] = (
         ),
         Family(wide_router=True),
     ),
+    dict.fromkeys(("hy_v4", "hy_v4_vl_text"), Family(unpriced="gates and sinks of attention's heads")),
     dict.fromkeys(("gemma2*", "glm4", "glm4v", "glm4v_text"), Family(post_norms=True)),
     dict.fromkeys(("afmoe", "beam", "gemma3*", "gemma4*", "kolibri1"), Family(head_norms=True, post_norms=True)),
     dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), Family(mtp_names="last layers")),
@@ -248,7 +249,6 @@ _OWN_ROWS: dict[str, Family] = {
         # Two stacks of two layers, which run four and two times; the first pass of the low one has no gradients.
         small={"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": 12},
     ),
-    "hy_v4*": Family(unpriced="gates and sinks of attention's heads"),
     "kimi_k25": Family(
         square_patches=True, small={"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]}
     ),
