@@ -14,7 +14,6 @@ from tests.mutation import Change, each_mutated
 
 FEW = [
     Case("gemma3", Layout(2), Layout(2), cp=2),
-    Case("gemma4-spans", Layout(2), Layout(2)),
     Case("qwen3-vl", Layout(2, pp=2), Layout(2), cp=1, options=(("activation_checkpointing", True),)),
 ]
 

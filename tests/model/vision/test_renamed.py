@@ -44,6 +44,7 @@ def errors_of(rank: int, answers: dict[str, Answer]) -> dict[str, float]:
     return {case.name: max(step(case, answers[case.name], make=lambda: renamed(case.name)).values()) for case in CASES}  # noqa: B023
 
 
+@pytest.mark.whole
 def test_a_renamed_copy_is_exact() -> None:
     answers = {name: answer_of(name, make=lambda: renamed(name)) for name in KINDS}  # noqa: B023
     for name in KINDS:
