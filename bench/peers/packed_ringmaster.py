@@ -30,7 +30,7 @@ from longspan.plain_text import markdown_table
 
 LENGTHS = (24, 40)
 VOCABULARY = 128
-COLUMNS = ("model", "stock, one by one", "longspan, degree 2", "ringmaster, degree 2", "stock without {}")
+COLUMNS = ("model", "stock, one by one", "longspan, degree 2", "ringmaster, degree 2", "stock without sinks; soft cap")
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
             [row["model"], *(f"{row[side]:.6f}" for side in ("stock", "longspan", "ringmaster", "bare"))]
             for row in rows
         ]
-        page = markdown_table([name.format("sinks; soft cap") for name in COLUMNS], cells)
+        page = markdown_table(COLUMNS, cells)
         write_page(record, options.out, f"ringmaster {ringmaster.__version__}", page)
     dist.destroy_process_group()
     return 0

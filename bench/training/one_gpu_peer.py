@@ -140,8 +140,7 @@ def build_peer(options: argparse.Namespace, attention: str) -> tuple[Any, bool]:
     try:
         import liger_kernel.transformers as kernels
 
-        kernels_of = {"qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss"}
-        apply: Any = getattr(kernels, f"apply_liger_kernel_to_{kernels_of.get(config.model_type, '')}", None)
+        apply: Any = getattr(kernels, f"apply_liger_kernel_to_{config.model_type}", None)
         liger = apply is not None
         if liger:
             apply()

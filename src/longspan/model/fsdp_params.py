@@ -391,9 +391,11 @@ class SumIsMessage(DefaultReduceScatter):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an empty tensor for a message, then the same for its sum."""
-        message = self._message
-        self._message = super().allocate(size, dtype=dtype, device=device) if message is None else None
-        return self._message if message is None else message  # pyright: ignore[reportReturnType]
+        if self._message is not None:
+            total, self._message = self._message, None
+            return total
+        self._message = super().allocate(size, dtype=dtype, device=device)
+        return self._message
 
 
 class SumsInComputeMemory(DefaultReduceScatter):

@@ -222,19 +222,15 @@ def _sent_over_ranks(rank: int, family: str) -> dict[str, dict[str, int]]:
     return found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "before"),  # rows before a run, of all layers: those of pools, of entries and of the indexer's
     [
-        *(
-            pytest.param(name, numbers, marks=pytest.mark.whole)
-            for name, numbers in (
-                ("minimax-m3", 0),
-                ("deepseek-v4", 7 * 2 * 64 + 7 * 4 * 64 + 7 * 4 * 16),
-                ("deepseek-v3.2", 0),
-                ("qwen4-exp", 3 * (32 + 2 * 32)),
-                ("glm-5-next", 3 * (2 * 16 + 1)),
-            )
-        ),
+        ("minimax-m3", 0),
+        ("deepseek-v4", 7 * 2 * 64 + 7 * 4 * 64 + 7 * 4 * 16),
+        ("deepseek-v3.2", 0),
+        ("qwen4-exp", 3 * (32 + 2 * 32)),
+        ("glm-5-next", 3 * (2 * 16 + 1)),
     ],
 )
 def test_what_travels_is_what_is_priced(family: str, before: int) -> None:

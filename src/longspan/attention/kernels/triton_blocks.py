@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttendCall, Saved
-from longspan.attention.kernels.triton_flash import BlockSizes, launch_fitting_blocks, padded_size, strides_of
+from longspan.attention.kernels.triton_flash import BlockSizes, head_sizes, launch_fitting_blocks, strides_of
 from longspan.attention.rows import contiguous_heads
 from longspan.attention.tiles import Launch
 from longspan.lazy import import_triton_kernels
@@ -79,7 +79,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
                 *(*launch.cu_seqlens, places, place_starts, group, choices, launch.left or 0, launch.right or 0),
                 *(call.scale, *strides),
                 **limits,
-                **_sizes(k, v),
+                **head_sizes(k, v),
                 BLOCK=call.block_size,
                 PAIRS=blocks.rows,
                 KEYS=keys,
@@ -98,10 +98,6 @@ def _kernels() -> Any:
 def _count_choices(call: AttendCall) -> int:
     assert call.indices is not None
     return call.indices.shape[1] if call.by_head else 1
-
-
-def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:
-    return {"SIZE": k.shape[2], "V_SIZE": v.shape[2], "WIDTH": padded_size(k), "V_WIDTH": padded_size(v)}
 
 
 def _launch_on_lists(
@@ -155,7 +151,7 @@ def _launch_on_lists(
                 "num_stages": blocks.stages,
             }
             getattr(kernels, name)[grid](
-                q, k, v, *dout, *arguments, *strides_of(*tensors), **_sizes(k, v), **launched
+                q, k, v, *dout, *arguments, *strides_of(*tensors), **head_sizes(k, v), **launched
             )
 
         launch_fitting_blocks(f"blocks {name}", table, k, v, launch_blocks)

@@ -185,11 +185,13 @@ def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> d
         "HAS_RIGHT": launch.right is not None,
         "HAS_BITS": call.indices is not None,
         "STRIDE": launch.tiling.stride,
-        "SIZE": q.shape[2],
-        "V_SIZE": v.shape[2],
-        "WIDTH": padded_size(q),
-        "V_WIDTH": padded_size(v),
+        **head_sizes(q, v),
     }
+
+
+def head_sizes(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Return the head sizes of keys and values, exact and as Triton's blocks take them."""
+    return {"SIZE": k.shape[2], "V_SIZE": v.shape[2], "WIDTH": padded_size(k), "V_WIDTH": padded_size(v)}
 
 
 def padded_size(x: Tensor) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from longspan.attention.call import AttendCall, Saved
 from longspan.attention.kernels.triton_flash import (
     BlockSizes,
+    head_sizes,
     launch_fitting_blocks,
     padded_size,
     strides_of,
@@ -80,7 +81,7 @@ def _launch_on_runs(
     heads = q.shape[1]
     columns = indices.shape[1]
     strides = (*strides_of(q), k.stride(0), v.stride(0), *strides_of(*dout))
-    sizes = {"SIZE": k.shape[2], "V_SIZE": v.shape[2], "WIDTH": padded_size(k), "V_WIDTH": padded_size(v)}
+    sizes = head_sizes(k, v)
     if dout:
         sizes["PIECE"] = min(max(_PIECE, padded_size(v) // 4), padded_size(v))
     limits = {"HAS_LEFT": launch.left is not None, "HAS_RIGHT": launch.right is not None}

@@ -545,7 +545,7 @@ def constants_of_shape(
     mask have all pairs, entries of m rows 1 / m of them. An indexer's products are one for each pair of a row and what
     it scores, and 2 FLOPs of a row for each of its weights, forward alone. A ring sends keys and values forward and
     backward, and their gradients, and index keys or pools once; an exchange has queries, outputs, keys and values in
-    both passes,.
+    both passes.
     """
     limited_flops = (
         shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk

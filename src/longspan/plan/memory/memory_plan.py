@@ -78,8 +78,12 @@ class MemoryPlan(Form):
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
         """Return the settings of a cost under this plan, whose recomputed layers all keep what most of them keep."""
-        streamed = self.host.weights + self.host.packed
-        return replace(settings.with_form(self), streamed_bytes=streamed, paged_bytes=self.paged_bytes)
+        return replace(settings.with_form(self), streamed_bytes=self.streamed_bytes, paged_bytes=self.paged_bytes)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of weights, whole and packed, that come from the host for each pass."""
+        return self.host.weights + self.host.packed
 
     @property
     def paged_bytes(self) -> int:
@@ -316,8 +320,7 @@ class MemoryPrices:
         """The mean over the layers of the stage."""
         place = self.place
         root = place.weight_bytes(place.stage.root, on_host=True)
-        copied = memory.host.weights + memory.host.packed - root
-        return copied / len(place.stage.layers) / self.machine.paging_bytes_per_second
+        return (memory.streamed_bytes - root) / len(place.stage.layers) / self.machine.paging_bytes_per_second
 
     def streaming_seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds of a micro-batch, in the mean over a step's, in which nothing runs but copies of weights

@@ -245,8 +245,8 @@ class StageBytes:
     def summing_bytes(self, numbers: Numbers) -> float:
         """Return the most bytes of a layer's gradients while FSDP2 sums them over slots; without FSDP2 those of the
         gradients alone. First there are the gradients and their copy in the dtype of sums, which is sent; then that
-        copy, and a shard of the sum. On one slot the shard is the whole sum, and FSDP2 also divides the copy by 1 into
-        a third tensor.
+        copy, and a shard of the sum. On one slot three such tensors are counted, as FSDP2 by itself makes: `prepare`
+        leaves two of them out (`leave_out_copies_of_one_rank`), which no peak on a GPU has shown yet.
         """
         gradients = numbers.trained * self.settings.compute_bytes
         if not self.settings.shard_parameters:
