@@ -317,6 +317,7 @@ RUNS = (
     GpuRun("attention-packed", 60, f"{ATTENTION} --lengths 65536,131072 --documents 8"),
     GpuRun("attention-short", 60, f"{SHORT} --lengths 16384 --documents 8 --cuda_graph"),
     GpuRun("attention-window", 60, f"{ATTENTION} --lengths 16384,65536,131072 --window 4096"),
+    GpuRun("divergence", 90, "{python} bench/training/divergence.py --out {out}", gpus=1),
     GpuRun("indexed-attention-one", 180, f"{INDEXED} --world 1", gpus=1),
     GpuRun("indexed-attention", 130, f"{INDEXED} --world 2"),
     GpuRun("indexed-step", 90, "{torchrun} bench/training/indexed_step.py --out {out}"),

@@ -1,8 +1,10 @@
 """The divergence of a student's distributions from a teacher's, of rows of logits, and its gradient at the student's.
 
-The divergence is TRL's `generalized_jsd_loss`. Plain torch; wide copies are of one part of the rows at a time.
+The divergence is TRL's `generalized_jsd_loss`. It is in Triton's kernels on GPUs, else in plain torch, which makes wide
+copies of one part of the rows at a time.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
@@ -11,16 +13,20 @@ import torch
 from torch import Tensor
 
 from longspan.errors import LossError
+from longspan.lazy import import_triton_kernels
 from longspan.plain_text import short_text
-from longspan.train.log_probs import cut_into_chunks
+from longspan.train.log_probs import KERNELS, cut_into_chunks, uses_softmax_kernels
 
 # Of a chunk's rows longspan makes wide copies of one part at a time.
 _ROW_PARTS = 8
+# A program of the kernels keeps six numbers for each of these columns.
+_COLUMNS = 2048
+_WARPS = 8
 
 
 class RowDivergences(NamedTuple):
     """Of rows (t,) the divergence, the student's entropy in nats, and the share of the teacher's distribution that is
-    compared token by token; and the gradient (t, V) of the divergences at the student's logits, None without one.
+    compared token by token; and the gradient (t, V) of weighted divergences at the student's logits, None without one.
 
     The entropy is at the divergence's temperature, over the columns that both models have.
     """
@@ -29,6 +35,16 @@ class RowDivergences(NamedTuple):
     entropies: Tensor
     teacher_mass: Tensor
     gradient: Tensor | None
+
+
+class LikeliestTokens(NamedTuple):
+    """Of rows (t,) a teacher's k likeliest tokens: ids (t, k), log-probabilities (t, k), and the log of the sum of the
+    probabilities of all other tokens (t,).
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    rests: Tensor
 
 
 @dataclass(frozen=True)
@@ -61,51 +77,116 @@ class Divergence:
             raise LossError(f"add_tail is {short_text(self.add_tail)}; give True or False")
 
     @torch.no_grad()
-    def compare_rows(self, student: Tensor, teacher: Tensor, *, gradient: bool) -> RowDivergences:
+    def compare_rows(self, student: Tensor, teacher: Tensor, weights: Tensor | None = None) -> RowDivergences:
         """Compute divergences of logits (t, V) and (t, V'), over the first min(V, V') columns of both.
 
-        Softmaxes are in float32, in float64 for float64 logits. The gradient has the student's dtype and columns.
+        With `weights` (t,) there is a gradient: of each row's divergence times its weight, in the student's dtype and
+        columns. Softmaxes are in float32, in float64 for float64 logits. The teacher's logits may be overwritten.
         """
         student = student.detach()
         columns = min(student.shape[1], teacher.shape[1])
+        if 0 < self.top_k < columns:
+            return self.compare_likeliest(student, self.find_likeliest(teacher[:, :columns]), columns, weights)
+        if _uses_kernels(student) and _uses_kernels(teacher):
+            return self._compare_by_kernel(student, teacher, columns, weights)
         dtype = torch.promote_types(student.dtype, torch.float32)
-        losses, entropies, mass = student.new_empty((3, len(student)), dtype=dtype).unbind()
-        logit_gradient = torch.zeros_like(student) if gradient else None
-        for part in cut_into_chunks(len(student), max(1, len(student) // _ROW_PARTS)):
+        losses, entropies = student.new_empty((2, len(student)), dtype=dtype).unbind()
+        gradient = None if weights is None else torch.zeros_like(student)
+        for part in _row_parts(student):
             log_p = (student[part, :columns].to(dtype) / self.temperature).log_softmax(-1)
             log_q = (teacher[part, :columns].to(dtype) / self.temperature).log_softmax(-1)
             entropies[part] = -_expectation(log_p, log_p)
-            losses[part], mass[part], slopes = self._compare_log_probs(log_p, log_q)
-            if logit_gradient is None:
+            losses[part], slopes = self._whole(log_p, log_q)
+            if gradient is None or weights is None:
                 continue
             # Slopes are by log p before it is normalised; the softmax takes their sum off each row.
             slopes -= log_p.exp() * slopes.sum(-1, keepdim=True)
-            logit_gradient[part, :columns] = (slopes / self.temperature).to(student.dtype)
-        return RowDivergences(losses, entropies, mass, logit_gradient)
+            gradient[part, :columns] = (slopes * _column(weights[part] / self.temperature)).to(student.dtype)
+        return RowDivergences(losses, entropies, torch.ones_like(losses), gradient)
 
-    def _compare_log_probs(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses (t,), the teacher's mass (t,), and the derivatives (t, V) of losses by log p."""
-        if not 0 < self.top_k < log_p.shape[1]:
-            losses, slopes = self._whole(log_p, log_q)
-            return losses, torch.ones_like(losses), slopes
-        likeliest_q, ids = log_q.topk(self.top_k, dim=-1)  # (t, k)
-        likeliest_p = log_p.gather(1, ids)
-        mass = likeliest_q.exp().sum(-1)
-        if not self.add_tail:
-            # The derivatives of renormalised log-probabilities sum to what the normalisation takes off again.
-            log_p_k = likeliest_p.log_softmax(-1)
-            losses, slopes_k = self._whole(log_p_k, likeliest_q.log_softmax(-1))
-            slopes_k = slopes_k - log_p_k.exp() * slopes_k.sum(-1, keepdim=True)
-            return losses, mass, torch.zeros_like(log_p).scatter_(1, ids, slopes_k)
+    def _compare_by_kernel(
+        self, student: Tensor, teacher: Tensor, columns: int, weights: Tensor | None
+    ) -> RowDivergences:
+        rows = len(student)
+        losses, entropies = student.new_empty((2, rows), dtype=torch.float32).unbind()
+        gradient = None
+        if weights is not None:
+            same_form = (teacher.shape, teacher.dtype) == (student.shape, student.dtype)
+            gradient = teacher if same_form and teacher.is_contiguous() else torch.empty_like(student)
+        if rows:
+            kind = int(self.beta) if self.beta in (0, 1) else 2
+            strides = (student.stride(0), teacher.stride(0), 0 if gradient is None else gradient.stride(0))
+            numbers = (columns, student.shape[1], *strides, float(self.beta), 1 / self.temperature)
+            import_triton_kernels(KERNELS).divergence_kernel[(rows,)](
+                student,
+                teacher,
+                losses if weights is None else weights.to(torch.float32).contiguous(),
+                losses,
+                entropies,
+                losses if gradient is None else gradient,
+                *numbers,
+                KIND=kind,
+                GRADIENT=gradient is not None,
+                COLUMNS=_COLUMNS,
+                num_warps=_WARPS,
+            )
+        return RowDivergences(losses, entropies, torch.ones_like(losses), gradient)
+
+    @torch.no_grad()
+    def find_likeliest(self, logits: Tensor) -> LikeliestTokens:
+        """Return the `top_k` likeliest tokens of logits (t, V), which are overwritten."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        likeliest, ids = logits.topk(self.top_k, dim=-1)
+        likeliest = likeliest.to(dtype) / self.temperature
         # The rest is summed from the other columns, never by subtraction from 1.
-        others_p = log_p.scatter(1, ids, -torch.inf)
-        rest_p = others_p.logsumexp(-1, keepdim=True)
-        rest_q = log_q.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-        losses, slopes_k = self._whole(torch.cat([likeliest_p, rest_p], 1), torch.cat([likeliest_q, rest_q], 1))
-        # A rest that cannot come has no derivative.
-        shares = (others_p - rest_p.clamp(min=torch.finfo(rest_p.dtype).min)).exp()
-        slopes = shares.mul_(slopes_k[:, -1:]).scatter_(1, ids, slopes_k[:, :-1])
-        return losses, mass, slopes
+        log_rests, _ = _softmax_statistics(logits.scatter_(1, ids, -torch.inf), self.temperature)
+        log_totals = torch.logaddexp(likeliest.logsumexp(-1), log_rests)
+        return LikeliestTokens(ids, likeliest - _column(log_totals), log_rests - log_totals)
+
+    @torch.no_grad()
+    def compare_likeliest(
+        self, student: Tensor, likeliest: LikeliestTokens, columns: int, weights: Tensor | None = None
+    ) -> RowDivergences:
+        """Compute divergences of logits (t, V) from a teacher's likeliest tokens, over the first `columns` columns, as
+        `compare_rows` does with `top_k`. The logits are changed, and restored.
+        """
+        student = student.detach()
+        dtype = torch.promote_types(student.dtype, torch.float32)
+        ids, log_q, log_rest_q = likeliest.ids, likeliest.log_probs.to(dtype), likeliest.rests.to(dtype)
+        saved, saved_behind = student.gather(1, ids), student[:, columns:].clone()
+        student[:, columns:] = -torch.inf
+        student.scatter_(1, ids, -torch.inf)
+        # Of the other tokens: the log of the sum of exponentials, and the entropy among them.
+        log_others, entropies_of_others = _softmax_statistics(student, self.temperature)
+        logits_k = saved.to(dtype) / self.temperature
+        log_totals = torch.logaddexp(logits_k.logsumexp(-1), log_others)
+        log_p = logits_k - _column(log_totals)
+        log_rest_p = log_others - log_totals
+        rest_p = log_rest_p.exp()
+        entropies = -_expectation(log_p, log_p)
+        entropies += torch.where(rest_p == 0, 0.0, rest_p * (entropies_of_others - log_rest_p))
+        # What the rest's share of the gradient is divided among.
+        of_others = torch.zeros_like(rest_p)
+        if self.add_tail:
+            compared_p, compared_q = (
+                torch.cat([x, _column(rest)], 1) for x, rest in ((log_p, log_rest_p), (log_q, log_rest_q))
+            )
+            losses, slopes = self._whole(compared_p, compared_q)
+            slopes = slopes - compared_p.exp() * slopes.sum(-1, keepdim=True)
+            slopes, of_others = slopes[:, :-1], slopes[:, -1]
+        else:
+            # The derivatives of renormalised log-probabilities sum to what the normalisation takes off again.
+            renormalised = log_p.log_softmax(-1)
+            losses, slopes = self._whole(renormalised, log_q.log_softmax(-1))
+            slopes = slopes - renormalised.exp() * slopes.sum(-1, keepdim=True)
+        gradient = None
+        if weights is not None:
+            weights = weights.to(dtype) / self.temperature
+            gradient = _softmax_gradient(student, ids, log_others, weights * of_others, self.temperature)
+            gradient.scatter_(1, ids, (slopes * _column(weights)).to(gradient.dtype))
+        student.scatter_(1, ids, saved)
+        student[:, columns:] = saved_behind
+        return RowDivergences(losses, entropies, log_q.exp().sum(-1), gradient)
 
     def _whole(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """Losses (t,) of distributions (t, n), and their derivatives (t, n) by log p, up to a multiple of p in each
@@ -134,3 +215,57 @@ def _products(log_weights: Tensor, values: Tensor) -> Tensor:
 
 def _expectation(log_weights: Tensor, values: Tensor) -> Tensor:
     return _products(log_weights, values).sum(-1)
+
+
+def _softmax_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The log of the sum of exponentials of rows (t, V) over the temperature, and their softmaxes' entropies, (t,)."""
+    rows, columns = logits.shape
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_totals, entropies = logits.new_empty((2, rows), dtype=dtype).unbind()
+    if _uses_kernels(logits):
+        if rows:
+            arguments = (logits, log_totals, entropies, columns, logits.stride(0), 1 / temperature)
+            import_triton_kernels(KERNELS).softmax_statistics_kernel[(rows,)](
+                *arguments, COLUMNS=_COLUMNS, num_warps=_WARPS
+            )
+        return log_totals, entropies
+    for part in _row_parts(logits):
+        wide_logits = logits[part].to(dtype) / temperature
+        log_totals[part] = wide_logits.logsumexp(-1)
+        log_probs = wide_logits - _column(log_totals[part])
+        entropies[part] = -_expectation(log_probs, log_probs)
+    return log_totals, entropies
+
+
+def _softmax_gradient(
+    logits: Tensor, ids: Tensor, log_totals: Tensor, factors: Tensor, temperature: float
+) -> Tensor:
+    """Factors (t,) times softmaxes (t, V) of these log-sum-exps, in the dtype of the logits; anything at `ids`, where
+    logits are −∞."""
+    # Where all are −∞, the softmax is 0.
+    log_totals = log_totals.clamp(min=torch.finfo(log_totals.dtype).min)
+    gradient = logits.new_empty(logits.shape)
+    if _uses_kernels(logits):
+        if len(logits):
+            columns = logits.shape[1]
+            numbers = (gradient, columns, logits.stride(0), 1 / temperature)
+            import_triton_kernels(KERNELS).logit_gradient_kernel[len(logits), -(-columns // _COLUMNS)](
+                logits, ids[:, 0].contiguous(), -factors, log_totals, *numbers, COLUMNS=_COLUMNS
+            )
+        return gradient
+    for part in _row_parts(logits):
+        softmax = (logits[part].to(log_totals.dtype) / temperature - _column(log_totals[part])).exp_()
+        gradient[part] = softmax.mul_(_column(factors[part])).to(logits.dtype)
+    return gradient
+
+
+def _uses_kernels(logits: Tensor) -> bool:
+    return uses_softmax_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1
+
+
+def _row_parts(logits: Tensor) -> Iterator[slice]:
+    return cut_into_chunks(len(logits), max(1, len(logits) // _ROW_PARTS))
+
+
+def _column(x: Tensor) -> Tensor:
+    return x.unsqueeze(-1)

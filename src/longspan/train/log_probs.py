@@ -10,7 +10,7 @@ from longspan.errors import LossError
 from longspan.lazy import import_triton_kernels
 from longspan.plain_text import short_text
 
-_KERNELS = "longspan.train.softmax_kernels"
+KERNELS = "longspan.train.softmax_kernels"
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 4096  # columns of logits that a program of a kernel has at a time
 # Of a chunk's rows longspan copies the logits of one part at a time.
@@ -45,7 +45,7 @@ def target_log_probs_and_gradient(logits: Tensor, ids: Tensor) -> tuple[Tensor, 
 
 def uses_softmax_kernels(dtype: torch.dtype, device: str) -> bool:
     """Return whether Triton kernels compute softmaxes of logits of this dtype on this type of device."""
-    return device == "cuda" and dtype in _KERNEL_DTYPES and import_triton_kernels(_KERNELS) is not None
+    return device == "cuda" and dtype in _KERNEL_DTYPES and import_triton_kernels(KERNELS) is not None
 
 
 def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
@@ -54,15 +54,15 @@ def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, Gradient
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
         arguments = (logits, ids, log_probs, log_total, vocabulary, logits.stride(0))
-        import_triton_kernels(_KERNELS).log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
+        import_triton_kernels(KERNELS).log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
 
     def logit_gradient(slopes: Tensor) -> Tensor:
         """Return slopes (t,) times (onehot − softmax), (t, V), in a new tensor."""
         gradient = logits.new_empty((rows, vocabulary))
         if rows:
             slopes = slopes.to(torch.float32).contiguous()
-            arguments = (logits, ids, slopes, log_total, gradient, vocabulary, logits.stride(0))
-            import_triton_kernels(_KERNELS).logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](
+            arguments = (logits, ids, slopes, log_total, gradient, vocabulary, logits.stride(0), 1.0)
+            import_triton_kernels(KERNELS).logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](
                 *arguments, COLUMNS=_COLUMNS
             )
         return gradient
@@ -149,7 +149,7 @@ def distribution_values_by_kernel(logits: Tensor, ids: Tensor) -> Tensor | None:
     numbers = logits.new_empty((4, rows), dtype=torch.float32)
     if rows:
         arguments = (logits, ids, numbers, rows, vocabulary, logits.stride(0))
-        import_triton_kernels(_KERNELS).distribution_kernel[(rows,)](*arguments, COLUMNS=_DISTRIBUTION_COLUMNS)
+        import_triton_kernels(KERNELS).distribution_kernel[(rows,)](*arguments, COLUMNS=_DISTRIBUTION_COLUMNS)
     return numbers
 
 

@@ -233,7 +233,11 @@ class _ChunkedLoss(torch.autograd.Function):
         (loss_gradient,) = gradients
         saved = list(ctx.saved_tensors)
         hidden_gradient = saved.pop(0) * loss_gradient if ctx.has_hidden_gradient else None
-        parameter_gradients = [(x * loss_gradient).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
+        # A sum in float32 is scaled and rounded at once: its wide product never exists.
+        parameter_gradients = [
+            torch.mul(x, loss_gradient, out=torch.empty_like(x, dtype=dtype))
+            for x, dtype in zip(saved, ctx.dtypes, strict=True)
+        ]
         return hidden_gradient, None, None, None, None, None, *parameter_gradients
 
 

@@ -8,8 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan.errors import LossError
-from longspan.train.divergence import Divergence
+from longspan.train import divergence
+from longspan.train.divergence import Divergence, RowDivergences
+from tests.interpreter import run_interpreted
 from tests.mutation import mutated
+from tests.reference import relative_error
 
 BETAS = (0.0, 0.001, 0.3, 0.5, 1.0)
 ROWS, COLUMNS = 19, 37
@@ -52,9 +55,9 @@ def _errors(settings: Divergence, wanted: Tensor, student: Tensor, teacher: Tens
     """The larger relative error of the sum of weighted rows and of its gradient."""
     weights = torch.linspace(0.5, 2, ROWS, dtype=torch.float64)
     (wanted_gradient,) = torch.autograd.grad((weights * wanted).sum(), student)
-    found = settings.compare_rows(student, teacher, gradient=True)
+    found = settings.compare_rows(student, teacher.clone(), weights)
     assert found.gradient is not None
-    gradient = weights[:, None] * found.gradient
+    gradient = found.gradient
     of_losses = ((found.losses - wanted).abs().max() / wanted.abs().max()).item()
     return max(of_losses, ((gradient - wanted_gradient).norm() / wanted_gradient.norm()).item())
 
@@ -88,7 +91,7 @@ def test_equals_plain_torch(more: int) -> None:
 def test_figures_and_values_without_a_gradient() -> None:
     student, teacher = _drawn()
     settings = Divergence(beta=0.5, top_k=4)
-    with_gradient, found = (settings.compare_rows(student, teacher, gradient=wanted) for wanted in (True, False))
+    with_gradient, found = (settings.compare_rows(student, teacher.clone(), x) for x in (torch.ones(ROWS), None))
     assert found.gradient is None and torch.equal(found.losses, with_gradient.losses)
     log_p, q = student.log_softmax(-1), teacher.softmax(-1)
     assert torch.allclose(found.entropies, -(log_p.exp() * log_p).sum(-1), rtol=1e-12)
@@ -100,20 +103,74 @@ def test_tokens_that_cannot_come_and_low_precision() -> None:
     student[:, 3], teacher[:, 3] = -torch.inf, -torch.inf
     for settings in SETTINGS:
         if settings.top_k < 36:
-            found = settings.compare_rows(student, teacher, gradient=True)
+            found = settings.compare_rows(student, teacher.clone(), torch.ones(ROWS))
             assert found.gradient is not None and found.gradient.isfinite().all() and found.losses.isfinite().all()
-            narrow = settings.compare_rows(student.bfloat16(), teacher.bfloat16(), gradient=True)
+            narrow = settings.compare_rows(student.bfloat16(), teacher.bfloat16(), torch.ones(ROWS))
             assert narrow.losses.dtype == torch.float32 and narrow.gradient is not None
             assert narrow.gradient.dtype == torch.bfloat16 and narrow.gradient.isfinite().all()
     # A token that the student may write and the teacher never is infinitely far from it.
     student[:, 3] = 0.0
-    assert Divergence(beta=1.0).compare_rows(student, teacher, gradient=False).losses.isposinf().all()
+    assert Divergence(beta=1.0).compare_rows(student, teacher).losses.isposinf().all()
+
+
+def kernel_errors(
+    settings: Divergence, shape: tuple[int, int, int], device: str, dtype: torch.dtype
+) -> dict[str, float]:
+    """Of logits of (rows, columns, more of the teacher), beside float64; some tokens cannot come."""
+    rows, columns, more = shape
+    torch.manual_seed(0)
+    student, teacher = 1.5 * torch.randn(rows, columns), 1.5 * torch.randn(rows, columns + more)
+    student[:, 1::7], teacher[:, 1::7] = -torch.inf, -torch.inf
+    student, teacher, weights = (x.to(device, dtype) for x in (student, teacher, torch.rand(rows) + 0.5))
+    wanted = settings.compare_rows(student.double(), teacher.double(), weights.double())
+    before = student.clone()
+    alone = settings.compare_rows(student, teacher.clone())
+    found = settings.compare_rows(student, teacher, weights)
+    assert torch.equal(student, before) and torch.equal(alone.losses, found.losses) and alone.gradient is None
+    assert found.gradient is not None and wanted.gradient is not None and found.gradient.dtype == dtype
+    pairs = zip(RowDivergences._fields, found, wanted, strict=True)
+    errors = {name: relative_error(a.double(), b) for name, a, b in pairs}
+    # Of nearly equal distributions the terms of a divergence cancel: its error is then one of terms of about 1.
+    errors["losses"] *= min(1.0, float(wanted.losses.norm()))
+    return errors
+
+
+KERNEL_SHAPES = ((3, 4097, 0), (5, 40, 3), (2, 300, -9))
+KERNEL_SETTINGS = [
+    Divergence(beta, temperature, top_k, tail)
+    for beta in (0.0, 0.3, 1.0)
+    for temperature, top_k, tail in ((1.0, 0, True), (0.7, 0, True), (2.0, 5, True), (0.7, 5, False))
+]
+
+
+def interpreted() -> None:
+    divergence._uses_kernels = lambda logits: logits.dtype != torch.float64  # pyright: ignore[reportPrivateUsage]
+    for settings in KERNEL_SETTINGS:
+        for shape in KERNEL_SHAPES:
+            errors = kernel_errors(settings, shape, "cpu", torch.float32)
+            print(settings, shape, errors)
+            assert max(errors.values()) <= 2e-6, (settings, shape, errors)
+
+
+@pytest.mark.timeout(300)
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted("tests.train.steps.test_divergence")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [*KERNEL_SHAPES, (33, 151936, 0)], ids=str)
+def test_kernels_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    for settings in KERNEL_SETTINGS:
+        errors = kernel_errors(settings, shape, "cuda", dtype)
+        assert max(errors.values()) <= {torch.float32: 4e-6, torch.bfloat16: 1e-2}[dtype], (settings, errors)
 
 
 MUTATIONS = {
     "temperature on one side": (
         "teacher[part, :columns].to(dtype) / self.temperature", "teacher[part, :columns].to(dtype)"),
-    "a temperature squared": ("(slopes / self.temperature)", "(slopes * self.temperature)"),
+    "a temperature squared": ("_column(weights[part] / self.temperature)", "_column(weights[part] * self.temperature)"),
     "β and 1 − β exchanged in m": ("log_p + student, log_q + teacher", "log_p + teacher, log_q + student"),
     "β and 1 − β exchanged": (
         "losses = self.beta * _products(log_q, log_q - log_m).sum(-1) + (1 - self.beta) * terms.sum(-1)",
@@ -124,8 +181,14 @@ MUTATIONS = {
         "return losses, (1 - self.beta) * (terms + log_p.exp())"
         " + (1 - self.beta) * log_p.exp() * (1 - self.beta) * log_p.exp() / log_m.exp()",
     ),
-    "a rest without gradient": ("shares.mul_(slopes_k[:, -1:])", "shares.mul_(0.0)"),
-    "renormalised without a gradient": ("slopes_k = slopes_k - log_p_k.exp() * slopes_k.sum(-1, keepdim=True)", "pass"),
+    "weights forgotten": ("(slopes * _column(weights[part] / self.temperature))", "(slopes / self.temperature)"),
+    "a rest without gradient": ("of_others = slopes[:, :-1], slopes[:, -1]", "of_others = slopes[:, :-1], 0 * rest_p"),
+    "a rest without a sum of slopes": (
+        "of_others = slopes[:, :-1], slopes[:, -1]", "of_others = slopes[:, :-1], -compared_q.exp()[:, -1]"),
+    "a temperature squared, of few tokens": ("weights.to(dtype) / self", "weights.to(dtype) * self"),
+    "renormalised without a gradient": (
+        "slopes = slopes - renormalised.exp() * slopes.sum(-1, keepdim=True)", "pass"),
+    "a rest of all tokens": ("log_others - log_totals", "0 * log_others"),
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from longspan.model.sharding import keep_parameters_whole
 from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.divergence import Divergence
-from longspan.train.log_probs import target_log_probs_and_gradient
+from longspan.train.log_probs import target_log_probs_and_gradient, uses_softmax_kernels
 from longspan.train.loss import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE, Head, Targets, chunked_loss
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
 from longspan.train.step_inputs import StepInputs, check_step_arguments
@@ -187,17 +187,17 @@ class DistillationPasses:
         """Return the losses' sum and their gradient at the logits (t, V), or zeros without one; a LossOfRows."""
         wants_gradient = torch.is_grad_enabled()
         with torch.no_grad():
-            teacher_logits = teacher_head(teacher_rows[part])
-            rows = self._divergence.compare_rows(logits, teacher_logits, gradient=wants_gradient)
-            del teacher_logits
             row_weights = torch.ones_like(log_probs) if weights is None else weights[part].to(log_probs.dtype)
+            teacher_logits = teacher_head(teacher_rows[part])
+            rows = self._divergence.compare_rows(logits, teacher_logits, row_weights if wants_gradient else None)
+            del teacher_logits
             kl = (row_weights * rows.losses).sum(dtype=torch.float64)
             ce = -(row_weights * log_probs).sum(dtype=torch.float64)
             self.sums += torch.stack([kl, ce, rows.entropies.sum().double(), rows.teacher_mass.sum().double()])
             loss = kl + self._cross_entropy_weight * ce
-            if rows.gradient is None:
+            gradient = rows.gradient
+            if gradient is None:
                 return loss, log_probs
-            gradient = rows.gradient.mul_(row_weights.unsqueeze(1).to(rows.gradient.dtype))
             if self._cross_entropy_weight:
                 slopes = -self._cross_entropy_weight * row_weights
                 gradient += target_log_probs_and_gradient(logits, targets.ids[part])[1](slopes)
@@ -205,10 +205,13 @@ class DistillationPasses:
 
 
 def rows_of_two_heads(student_columns: int, teacher_columns: int, hidden: Tensor) -> int:
-    """Return how many rows' logits of both models are formed at a time: with what is computed from them they fit the
-    chunk's bytes.
+    """Return how many rows' logits of both models are formed at a time: with what is computed from them they fit half
+    of a chunk's bytes, which takes hardly longer.
     """
+    device = hidden.device.type
     size, wide = hidden.dtype.itemsize, max(4, hidden.dtype.itemsize)
-    # Logits and two gradients of the student with a wide copy, the teacher's logits, and wide copies of some rows.
-    row_bytes = student_columns * (3 * size + wide) + teacher_columns * (size + wide)
-    return max(1, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES_ELSEWHERE) // row_bytes)
+    # Logits and two gradients of the student, and the teacher's logits; without kernels wide copies too.
+    row_bytes = (3 * student_columns + teacher_columns) * size
+    if not uses_softmax_kernels(hidden.dtype, device):
+        row_bytes += (student_columns + teacher_columns) * wide
+    return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // 2 // row_bytes)
