@@ -66,15 +66,15 @@ def shard_entry_modules(model: nn.Module, *, alone: bool = False) -> None:
         compressor: Any = module.compressor
         window = int(module.sliding_window)  # pyright: ignore[reportArgumentType]
         compressor.forward = partial(_make_no_entries if alone else _make_entries, compressor, window)
-        module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
+        # It is no hook: around a module that has one, torch 2.11 does not compile a layer whose attention is left out.
+        module.forward = partial(_forward_with_mask, module)
 
 
-def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def _forward_with_mask(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The class joins what its compressor returns for a mask to this one: so chosen entries reach attention."""
-    if kwargs.get("attention_mask") is not None:
-        return args, kwargs
-    hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    return args, kwargs | {"attention_mask": hidden.new_empty((1, 1, hidden.shape[1], 0), dtype=torch.int32)}
+    if kwargs.get("attention_mask") is None:
+        kwargs["attention_mask"] = hidden_states.new_empty((1, 1, hidden_states.shape[1], 0), dtype=torch.int32)
+    return type(module).forward(module, hidden_states, *args, **kwargs)
 
 
 def layer_entries(compressor: Any, window: int, shard: SequenceShard) -> tuple[EntryMembers, ...]:
