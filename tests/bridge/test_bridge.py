@@ -219,11 +219,11 @@ NAMES = [  # in which rows are used by several slots, several times, in every or
 OF_SLOTS = '"partial_over_slots": [tuple(members) for members in slots]'
 MUTATIONS = [
     # the sum over uses of a row: by several slots, by one rank, one slot's twice
-    ("bridge.bridge", "total.index_add_(0, target, widen_half_precision(pool[source]))", "pass"),
+    ("bridge.bridge", "total.index_add_(0, target, widen_half_precision(buffer[source]))", "pass"),
     ("bridge.bridge", "x.index_add_(0, target, x[source])", "pass"),
     (
         "bridge.bridge",
-        "widen_half_precision(pool[source])",
+        "widen_half_precision(buffer[source])",
         "widen_half_precision(rows[moves.summed_rows[target]])",
     ),
     ("layout.exchange", "for group in groups for member", "for group in reversed(groups) for member"),
@@ -237,9 +237,13 @@ MUTATIONS = [
     # rows where they belong
     ("layout.exchange", "blocks[np.argsort(order[blocks])]", "np.sort(blocks)"),
     ("layout.exchange", "pool_begins[me] = pool_rows.sum()", "pool_begins[me] = 0"),
-    ("bridge.bridge", "pool[moves.places]", "pool[moves.places.flip(0)]"),
-    ("bridge.bridge", "(x, [moves.stays],", "(x, [moves.stays.flip(0)],"),
-    ("bridge.bridge", "pool[-1:].zero_()", "pool[-1:].fill_(1)"),
+    ("bridge.bridge", "buffer[moves.places]", "buffer[moves.places.flip(0)]"),
+    ("bridge.bridge", "(x, [stays],", "(x, [stays.flip(0)],"),
+    ("bridge.bridge", "buffer[-1:].zero_()", "buffer[-1:].fill_(1)"),
+    # what arrives in one piece, and what leaves in one
+    ("bridge.bridge", "not np.array_equal(moves.places[run], np.arange(arriving))", "False"),
+    ("bridge.bridge", "moves.stays[start:])", "moves.stays[: end - stop])"),
+    ("bridge.bridge", "np.array_equal(rows, np", "np.array_equal(np.sort(rows), np"),
     (
         "bridge.bridge",
         "rows.index_copy_(0, moves.summed_rows,",

@@ -1,12 +1,13 @@
 """Rows reach the ranks that need them, their gradients the ranks that have them: against one dense computation."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
-from longspan.bridge.bridge import RowExchange
+from longspan.bridge.bridge import RowExchange, RowGradient
 from longspan.comm import Channel
 from longspan.comm.routed_rows import send_routed_rows
 from longspan.comm.world import World
@@ -57,15 +58,23 @@ def refuse(rank: int, channel: Channel) -> None:
 OPERATIONS = {"aten::index": "index", "aten::index_copy_": "copies", "c10d::send": "sends", "c10d::recv_": "receives"}
 
 
-def counts(rank: int) -> list[dict[str, int]]:
-    have = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [], []]
-    need = [[9, 0, 6, 2], [7, 5, 3], [], []]
+LAYOUTS: dict[RowGradient, tuple[Lists, Lists]] = {
+    "partial": ([[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [], []], [[9, 0, 6, 2], [7, 5, 3], [], []]),
+    "partial_over_slots": ([[0, 1, 2, 3], [4, 5, 6, 7], [], []], [[0, 4, 5, 3], [6, 7, 1, 2], [], []]),
+    "identical": ([[0, 1, 2, 3]] * 4, [[3, 0, 2, 1]] * 4),
+}
+
+
+def counts(rank: int) -> list[list[dict[str, int]]]:
+    slots = [[0], [1], [2], [3]]
+    by_layout = list[list[dict[str, int]]]()
     with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
-        x = torch.ones(len(have[rank]), 2, device=world.device, requires_grad=True)
-        exchange = exchange_of(have, need)
-        move = RowExchange(exchange, world.channels.everyone)
-        y = move(x)
-        return [operations(lambda: move(x)), operations(lambda: move.carry_back(torch.ones_like(y)))]
+        for gradient, (have, need) in LAYOUTS.items():
+            x = torch.ones(len(have[rank]), 2, device=world.device, requires_grad=True)
+            move = RowExchange(exchange_of(have, need), world.channels.everyone, gradient=gradient, slots=slots)
+            y = move(x)
+            by_layout.append([operations(partial(move, x)), operations(partial(move.carry_back, torch.ones_like(y)))])
+    return by_layout
 
 
 def operations(run: Callable[[], object]) -> dict[str, int]:
@@ -77,10 +86,24 @@ def operations(run: Callable[[], object]) -> dict[str, int]:
 
 
 @pytest.mark.skipif(backend() != "gloo", reason="other messages have other names")
-def test_one_kernel_packs_and_one_unpacks_a_direction() -> None:
-    both = {"index": 3, "copies": 0, "sends": 1, "receives": 1}  # packing, rows that stay meanwhile, unpacking
-    nothing = both | {"sends": 0, "receives": 0}  # of no rows
-    assert run_ranks(counts, 4) == [[both, both], [both, both], [nothing, nothing], [nothing, nothing]]
+def test_rows_are_copied_once_where_what_arrives_is_one_run_and_what_leaves_lies_in_one_piece() -> None:
+    def of(index: int, *, messages: int = 1) -> dict[str, int]:
+        return {"index": index, "copies": 0, "sends": messages, "receives": messages}
+
+    in_pieces, from_two_sides, after_rows_that_stay, no_rows, nothing_travels = (
+        # packing, rows that stay meanwhile, unpacking; what arrives in one run is not unpacked
+        [[of(3), of(3)], [of(2), of(3)]],
+        [of(2), of(2)],
+        [of(1), of(1)],
+        [of(0, messages=0)] * 2,
+        [of(1, messages=0)] * 2,
+    )
+    assert run_ranks(counts, 4) == [
+        [in_pieces[0], from_two_sides, nothing_travels],
+        [in_pieces[1], after_rows_that_stay, nothing_travels],
+        [no_rows, no_rows, nothing_travels],
+        [no_rows, no_rows, nothing_travels],
+    ]
 
 
 def rounded_once(rank: int, channel: Channel) -> None:

@@ -22,6 +22,7 @@ from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange, Partition
 from longspan.layout.exchange import Groups, RowMoves, plan_moves
+from longspan.layout.segments import Integers
 
 IndexPair = tuple[Tensor, Tensor]  # source and target rows
 
@@ -30,14 +31,17 @@ IndexPair = tuple[Tensor, Tensor]  # source and target rows
 class DeviceMoves:
     """RowMoves with their indices on a device; fields mean what they mean in `longspan.layout.exchange.RowMoves`.
 
-    The pool ends with a row of zeros, to which `places` lead where nobody has the row.
+    What arrives takes the rows `arrivals` of a buffer, in one piece; rows `stays` of x lie around it. Where `places` is
+    None the buffer is y. Else it is the pool, which ends with a row of zeros, to which `places` lead where nobody has
+    the row.
     """
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
-    leaves: Tensor
+    leaves: Tensor | slice
     stays: Tensor
-    places: Tensor
+    arrivals: slice
+    places: Tensor | None
     summed_rows: Tensor
     folds: tuple[IndexPair, ...]
     further_addends: tuple[IndexPair, ...]
@@ -46,10 +50,16 @@ class DeviceMoves:
 
 def copy_moves_to_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     """Return the moves with their indices on a device, where all of them go in one copy."""
-    zero_row = sum(moves.receives) + len(moves.stays)  # the pool's last
-    pool_places = np.where(moves.places < 0, zero_row, moves.places)
-    rows = (moves.leaves, moves.stays, pool_places, moves.summed_rows)
-    arrays = [*rows, *chain.from_iterable([*moves.folds, *moves.further_addends])]
+    arriving = sum(moves.receives)
+    stays = moves.stays
+    # The pool's last row is zero.
+    pool_places = np.where(moves.places < 0, arriving + len(stays), moves.places)
+    arrivals = _find_arrivals_in_target(moves)
+    if arrivals is not None:
+        stays = stays[np.delete(moves.places, arrivals) - arriving]
+        pool_places = pool_places[:0]
+    arrays = [moves.leaves, stays, pool_places, moves.summed_rows]
+    arrays += chain.from_iterable([*moves.folds, *moves.further_addends])
     leaves, stays, places, summed_rows, *pair_indices = to_device(np.concatenate(arrays), device).split(
         [len(array) for array in arrays]
     )
@@ -57,23 +67,43 @@ def copy_moves_to_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     return DeviceMoves(
         moves.sends,
         moves.receives,
-        leaves,
-        stays,
-        places,
-        summed_rows,
+        leaves=leaves if (run := _as_run(moves.leaves)) is None else run,
+        stays=stays,
+        arrivals=slice(0, arriving) if arrivals is None else arrivals,
+        places=places if arrivals is None else None,
+        summed_rows=summed_rows,
         folds=pairs[: len(moves.folds)],
         further_addends=pairs[len(moves.folds) :],
         widened=moves.widened,
     )
 
 
+def _find_arrivals_in_target(moves: RowMoves) -> slice | None:
+    """The rows of y that are what arrives, in its order; None where these are not one run, where y has sums, or rows
+    that nobody has."""
+    arriving = sum(moves.receives)
+    if len(moves.summed_rows) or (moves.places < 0).any():
+        return None
+    run = _as_run(np.flatnonzero(moves.places < arriving))
+    if run is None or not np.array_equal(moves.places[run], np.arange(arriving)):
+        return None
+    return run
+
+
+def _as_run(rows: Integers) -> slice | None:
+    start = int(rows[0]) if len(rows) else 0
+    return slice(start, start + len(rows)) if np.array_equal(rows, np.arange(start, start + len(rows))) else None
+
+
 def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
     """Return this member's rows of the target, from x (rows of the source here, …), which is not changed; entered by
     all that send or receive.
 
-    What leaves is packed by one indexing kernel, one message for each pair of members. Rows that stay are copied
-    meanwhile. Several smaller messages, packed and unpacked while others travel, take longer on H200s over NVLink.
-    Nothing waits for the device. `what` names the exchange in errors.
+    What leaves is one message for each pair of members, packed by one indexing kernel unless it lies in one piece.
+    Rows that stay are copied meanwhile. Where what arrives is one run of the target it is received there, and rows that
+    stay go straight there; else one more kernel puts both in order. Several smaller messages, packed and unpacked
+    while others travel, take longer on H200s over NVLink. Nothing waits for the device. `what` names the exchange in
+    errors.
     """
     dtype = x.dtype
     if moves.widened:
@@ -82,18 +112,23 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
         x = x.clone()
         for source, target in moves.folds:
             x.index_add_(0, target, x[source])
-    packed = x[moves.leaves]
-    arriving = sum(moves.receives)
-    pool = x.new_empty((arriving + len(moves.stays) + 1, *x.shape[1:]))
-    handle = channel.exchange_runs(packed, moves.sends, pool[:arriving], moves.receives, what)
-    torch.ops.aten.index.Tensor_out(x, [moves.stays], out=pool[arriving:-1])
-    pool[-1:].zero_()
+    start, stop = moves.arrivals.start, moves.arrivals.stop
+    end = len(moves.stays) + stop - start
+    buffer = x.new_empty((end if moves.places is None else end + 1, *x.shape[1:]))
+    handle = channel.exchange_runs(x[moves.leaves], moves.sends, buffer[start:stop], moves.receives, what)
+    for part, stays in ((buffer[:start], moves.stays[:start]), (buffer[stop:end], moves.stays[start:])):
+        if len(stays):
+            torch.ops.aten.index.Tensor_out(x, [stays], out=part)
+    if moves.places is None:
+        handle.wait()
+        return buffer.to(dtype)
+    buffer[-1:].zero_()
     handle.wait()
-    rows = pool[moves.places]
+    rows = buffer[moves.places]
     if moves.further_addends:
         total = widen_half_precision(rows[moves.summed_rows])
         for source, target in moves.further_addends:
-            total.index_add_(0, target, widen_half_precision(pool[source]))
+            total.index_add_(0, target, widen_half_precision(buffer[source]))
         rows.index_copy_(0, moves.summed_rows, total.to(rows.dtype))
     return rows.to(dtype)
 
