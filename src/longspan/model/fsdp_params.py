@@ -249,6 +249,7 @@ class HookedParamGroup(FSDPParamGroup):
     # Each is called once, before the next gather, with the group's parameters; returns an event that all streams of the
     # gather wait for (None: none).
     before_next_gather: list[Callable[[list[nn.Parameter]], Any]]
+    _hooks_of_loss: list[Any]
 
     @property
     def is_gathering(self) -> bool:
@@ -280,12 +281,46 @@ class HookedParamGroup(FSDPParamGroup):
             self._reduce_dtype: torch.dtype | None = trained[0].reduce_dtype if is_wide else own
         super().post_backward(*unused)
 
+    def gather_for_loss(self) -> None:
+        """Gather in a forward pass of the root, outside of the group's module; nothing else of the gather stays."""
+        self._training_state: TrainingState = TrainingState.FORWARD
+        self.unshard(self.unshard_async_op)
+        self.wait_for_unshard()
+        # FSDP2 would keep what came from other ranks until the next gather.
+        if (last := self.comm_ctx.all_gather_state) is not None:
+            self._let_gather_streams_wait(last.event)
+            self.comm_ctx.all_gather_state = None
+        self._sum_when_complete()
+
+    def _sum_when_complete(self) -> None:
+        """Several losses may use the group: its gradients are complete when autograd has accumulated each of them."""
+        while self._hooks_of_loss:  # of a pass without a backward pass
+            self._hooks_of_loss.pop().remove()
+        whole = [parameter._unsharded_param for parameter in self.fsdp_params]
+        trained = [parameter for parameter in whole if parameter.requires_grad]
+        complete = set[int]()
+
+        def count_gradient(parameter: Tensor) -> None:
+            complete.add(id(parameter))
+            if len(complete) == len(trained):
+                self.post_backward()
+
+        if torch.is_grad_enabled():
+            self._hooks_of_loss += [x.register_post_accumulate_grad_hook(count_gradient) for x in trained]
+
+    def free_after_loss(self) -> None:
+        """Free what `gather_for_loss` gathered, if passes free parameters after forward."""
+        self.reshard()
+        self._training_state = TrainingState.IDLE
+
     def sum_in_own_memory(self) -> None:
         """Take the memory of sums from FSDP2's own stream again, which keeps no more than those of one group."""
         self._reduce_scatter_comm = DefaultReduceScatter()
 
     def unshard(self, async_op: bool = False) -> None:
-        """Begin to gather. In a backward pass FSDP2 asks for it one group before the group is used."""
+        """Begin to gather. In a backward pass FSDP2 asks for it one group before the group is used, if it is."""
+        if self.is_before_backward and not self.unshard_in_backward:
+            return
         while self.before_next_gather:
             event = self.before_next_gather.pop(0)(sharded_parameters(self))
             if event is not None:  # FSDP2's own streams, which copy shards, do not wait for the current one
@@ -331,6 +366,7 @@ def hook_group(group: Any) -> HookedParamGroup:
     if not isinstance(group, HookedParamGroup):
         group.__class__ = HookedParamGroup
         group.before_next_gather = []
+        group._hooks_of_loss = []
     return group
 
 
@@ -562,6 +598,67 @@ def gather_parameters(layer: nn.Module) -> Iterator[None]:
             state._training_state = training_state
         for module in sharded_before:
             module.reshard()
+
+
+# ---- embedding and head, which are gathered only while they are used
+
+
+def gather_while_used(modules: Sequence[nn.Module], embedding: nn.Module) -> None:
+    """Let embedding and head, one of them or both with one group, gather it in each call alone, and free it behind it.
+
+    Of several modules FSDP2 would keep it from the first one's call to the last one's end. No backward pass needs a
+    frozen embedding, nor a head after a LossGather; after a call of the head by itself it is gathered again.
+    """
+    first: Any = modules[0]
+    state = first._get_fsdp_state()
+    if len(modules) > 1:
+        state._pre_forward_hook_handle.remove()
+        for module in modules:
+            module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(state._post_forward)
+    groups = [hook_group(group) for group in fsdp_param_groups([first])]
+
+    def gather_in_backward(*_: Any) -> None:
+        for group in groups:
+            group.unshard_in_backward = state._training_state != TrainingState.PRE_BACKWARD
+
+    for group in groups:
+        group.unshard_in_backward = False
+    for module in modules:
+        if module is not embedding:
+            module.register_forward_pre_hook(gather_in_backward)
+
+
+class LossGather:
+    """Gathers the parameters of an output embedding when the loss of a forward pass first needs them.
+
+    The loss makes their gradients in forward, so that its backward pass gathers none. FSDP2's hooks on the module do
+    nothing meanwhile. Without parameters of its own, under FSDP2, nothing is done.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        modules = [module for module in head.modules() if isinstance(module, FSDPModule)]
+        self._states: list[Any] = [*dict.fromkeys(module._get_fsdp_state() for module in modules)]
+        self._groups: list[HookedParamGroup] = [*fsdp_param_groups(modules)]
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Gather, if that was not done before; all ranks call it together."""
+        if self._has_begun:
+            return
+        for group in self._groups:
+            group.gather_for_loss()
+        for state in self._states:
+            state._training_state = TrainingState.PRE_BACKWARD
+        self._has_begun = True
+
+    def end(self) -> None:
+        """Free what was gathered."""
+        if self._has_begun:
+            for state in self._states:
+                state._training_state = TrainingState.IDLE
+            for group in self._groups:
+                group.free_after_loss()
 
 
 # ---- hooks of blocks that are left out

@@ -4,9 +4,13 @@ Either way a gradient is the plain sum over slots: the loss is divided by the pl
 here divides. Behind it stands what the passes of a step gather, free and sum, by FSDP2's public methods.
 """
 
+import dis
+import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,13 +29,14 @@ from longspan.model.fsdp_params import (
     SumsInComputeMemory,
     drop_partial_sums,
     fsdp_modules,
+    gather_while_used,
     has_partial_sums,
     leave_out_copies_of_one_rank,
     leave_out_idle_hooks,
     sum_on_computing_stream,
     sums_become_gradients,
 )
-from longspan.model.layers import decoder_layers, mtp_depths, towers_beside_text_model
+from longspan.model.layers import decoder_layers, is_tied, mtp_depths, towers_beside_text_model
 from longspan.model.options import Sharding
 from longspan.model.weights.empty_model import has_meta_parameters
 from longspan.model.weights.gradients import set_earlier_gradients_aside
@@ -184,6 +189,43 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
     return [[*modules] for parameters, modules in blocks.items() if len(modules) == len(users[parameters[0]])]
 
 
+def embedding_and_head(model: PreTrainedModel) -> list[list[nn.Module]]:
+    """List embedding and head where each is whole only while it runs: as one block if they are tied.
+
+    What is left out stays whole with the root: an embedding that is trained, with a head that is tied to it, and a
+    module whose parameters are used outside of its calls.
+    """
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if any(parameter.requires_grad for parameter in embedding.parameters()):
+        ends = [] if is_tied(model) else [[head]]
+    else:
+        ends = [[embedding, head]] if is_tied(model) else [[embedding], [head]]
+    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+
+    def used_by_calls_alone(modules: Sequence[nn.Module]) -> bool:
+        inside = Counter(id(p) for module in modules for _, p in module.named_parameters(remove_duplicate=False))
+        shared = any(uses[parameter] > count for parameter, count in inside.items())
+        return not shared and not any(_weight_is_read(model, names[module]) for module in modules)
+
+    return [modules for modules in ends if used_by_calls_alone(modules)]
+
+
+def _weight_is_read(model: nn.Module, name: str) -> bool:
+    """Return whether a model in here reads values of `<name>.weight` in code of its class, as Gemma 4 does."""
+    classes = {kind for module in model.modules() if isinstance(module, PreTrainedModel) for kind in type(module).__mro__}
+    members = [inspect.unwrap(member) for kind in classes for member in vars(kind).values() if callable(member)]
+    functions = [x for x in members if isinstance(x, FunctionType) and {name, "weight"} <= {*x.__code__.co_names}]
+    for function in functions:
+        # The type and the device of a shard are those of the whole weight.
+        attributes = [x.argval for x in dis.get_instructions(function) if x.opname == "LOAD_ATTR"]
+        for *pair, following in zip(attributes, attributes[1:], [*attributes[2:], None], strict=False):
+            if pair == [name, "weight"] and following not in ("dtype", "device"):
+                return True
+    return False
+
+
 class ShardingFeature(Feature):
     """Parameters over the slots, or a copy on every rank: always on, behind whatever else places layers."""
 
@@ -220,13 +262,17 @@ class ShardingFeature(Feature):
         """Shard shared blocks, layers, towers and depths, then what is left; or move a copy to the device."""
         if self._sharding.shard_parameters:
             layers = decoder_layers(model)
+            ends = embedding_and_head(model) if self._sharding.reshard_after_forward else []
             blocks = (
                 *shared_blocks(layers),
                 *layers.values(),
                 *towers_beside_text_model(model),
                 *mtp_depths(model),
+                *ends,
             )
             shard_over_slots(blocks, self.world, self._sharding, root=root)
+            for modules in ends:
+                gather_while_used(modules, model.get_input_embeddings())
         elif not has_meta_parameters(root):  # a model without memory is filled on its device later
             nn.Module.to(root, self.world.device)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
+from longspan.model.fsdp_params import LossGather
 from longspan.model.kinds import find_mixers, score_columns
 from longspan.model.layers import architecture_name, base_model, mtp_depths
 from longspan.model.seams.doctor_hint import doctor_hint
@@ -48,14 +49,14 @@ class OutputHead:
         self._model = model
         self._embedding: Any = model.get_output_embeddings()
         self._forward = forward
+        self._gather = LossGather(self._embedding)
         # Some forwards count the rows of what they are given: Gemma 4 does.
         self._takes_rows = "inputs_embeds" in signature(forward).parameters
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Return what logits depend on besides hidden states; under FSDP2 the gathered ones, inside the model's
-        forward.
-        """
+        """Return what logits depend on besides hidden states; under FSDP2 the gathered ones, until `release`."""
+        self._gather.begin()
         return tuple(p for p in self._embedding.parameters() if p.requires_grad)
 
     @property
@@ -69,10 +70,15 @@ class OutputHead:
         return score_columns(self._model) > 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits (t, V) of hidden states (t, D); differentiable."""
+        """Return logits (t, V) of hidden states (t, D); differentiable until `release`. The first call may gather."""
+        self._gather.begin()
         x = hidden.unsqueeze(0)
         rows = {"inputs_embeds": x} if self._takes_rows else {}
         return self._forward(_ModelAfterBase(self._model, x), use_cache=False, **rows).logits.squeeze(0)
+
+    def release(self) -> None:
+        """Free what FSDP2 has gathered for this head: its loss is made, and with it the gradients."""
+        self._gather.end()
 
 
 def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
@@ -113,7 +119,11 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
         deeper: tuple[Tensor, ...] = ()
         if future_ids is not None and inputs is not None:  # the second test is for the type checker
             deeper = inputs.compute_mtp_states(hidden, future_ids, kwargs.get("shard"))
-        return row_loss(hidden.squeeze(0), OutputHead(model, forward), *deeper)
+        head = OutputHead(model, forward)
+        try:
+            return row_loss(hidden.squeeze(0), head, *deeper)
+        finally:
+            head.release()
 
     model.forward = forward_with_loss
     if not tried:

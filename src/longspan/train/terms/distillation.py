@@ -167,9 +167,6 @@ class DistillationPasses:
         if WEIGHTS in batch.values:
             weights = to_device(batch.values[WEIGHTS][rows], hidden.device)
         teacher_rows = teacher_hidden.index_select(0, targets.with_padding().rows)
-        if not len(rows):
-            # The teacher's head may enter collectives, which need all ranks.
-            teacher_head(teacher_rows)
         losses = partial(self._losses, targets, weights, teacher_rows, teacher_head)
         chunk_rows = self._chunk_rows or rows_of_two_heads(head.vocabulary, teacher_head.vocabulary, hidden)
         return chunked_loss(hidden, targets, losses, head, chunk_rows)
