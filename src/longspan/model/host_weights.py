@@ -8,6 +8,7 @@ a CPU the same code copies at once.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -55,9 +56,10 @@ class HostStore:
     def __init__(self, device: torch.device, bytes: int) -> None:
         self.arena: HostArena = HostArena(device, bytes)
         self.groups: list[HostGroup] = []  # the root's first
-        # The group is the newest of those gathered in forward passes.
-        self.last_in_forward: HostGroup | None = None
-        # The root's copies are for the next pass of a step: weights stay as they are.
+        # Groups as the last forward pass gathered them, and this one its first `gathers` of them; one may come twice.
+        self.order: list[HostGroup] = []
+        self.gathers = 0
+        # The first copies are for the next pass of a step: weights stay as they are.
         self.root_is_ahead = False
         # Called with the parameters whose shards are to be copied: their updates may be under way.
         self.before_fetch: Callable[[Sequence[nn.Parameter]], object] | None = None
@@ -114,6 +116,22 @@ class HostStore:
         for shard in shards:
             shard.staged = None
             shard.staged_sum = None
+
+    def begin_pass(self) -> None:
+        """Begin to compare a forward pass with the one before."""
+        del self.order[self.gathers :]
+        self.gathers = 0
+
+    def note_gather(self, group: "HostGroup") -> "HostGroup | None":
+        """Note what a forward pass gathers; returns the group that came next in the last pass, None for a new one."""
+        self.order[self.gathers : self.gathers + 1] = [group]
+        self.gathers += 1
+        return self.order[self.gathers] if self.gathers < len(self.order) else None
+
+    def opening_groups(self) -> "list[HostGroup]":
+        """List what forward passes gather first and backward passes do not: the root, which stays, and an embedding."""
+        stay = takewhile(lambda x: x is self.groups[0] or not x.group.unshard_in_backward, self.order)
+        return [*stay]
 
     def wait_for_reads(self) -> None:
         """Have the stream that copies wait until the current one has read the copies, whose memory it takes anew."""
@@ -184,7 +202,6 @@ class HostGroup:
         self.group: HookedParamGroup = group
         self.store: HostStore = store
         self.waiting: tuple[HostShard, ...] = tuple(HostShard(x, store) for x in parameters)
-        self._follower: HostGroup | None = None  # the group that was gathered next in the last forward pass
         group.listener = self
         store.groups.append(self)
         if any(shard.parameter.sharded_param.requires_grad for shard in self.waiting):
@@ -197,6 +214,10 @@ class HostGroup:
         made for another pass of the same step (`root_is_ahead`).
         """
         store = self.store
+        if self is store.groups[0] and group.is_in_forward:
+            store.begin_pass()
+            if not group.is_sharded:
+                store.note_gather(self)
         if self is store.groups[0] and group.is_sharded and not store.root_is_ahead:
             for other in store.groups:
                 store.free(other.waiting)
@@ -208,7 +229,7 @@ class HostGroup:
 
         In a forward pass these are the shards of the group that was gathered next in the last forward pass; in a
         backward pass this group's sums of earlier passes. The last gather of a backward pass also begins copies of the
-        root's sums, and of its shards if another pass of the step follows.
+        root's sums, and, if another pass of the step follows, of its shards and those of a frozen embedding.
         """
         store = self.store
         root = store.groups[0]
@@ -216,18 +237,18 @@ class HostGroup:
         if self is root:
             store.root_is_ahead = False
         if group.is_in_forward:
-            if store.last_in_forward is not None:
-                store.last_in_forward._follower = self
-            store.last_in_forward = self
-            if self._follower is not None and self._follower.group.is_sharded:
-                store.fetch(self._follower.waiting)
+            following = store.note_gather(self)
+            if following is not None and following.group.is_sharded:
+                store.fetch(following.waiting)
             return
         store.fetch_gradients(self.waiting)
-        if self is root._follower:  # the last gather of a backward pass: the root stays gathered
+        opening = store.opening_groups()
+        if self in store.order[len(opening) : len(opening) + 1]:  # the last gather of a backward pass
             store.fetch_gradients(root.waiting)
             if not group.all_reduce_grads:  # `defer_until_last_pass`: a pass follows
                 store.root_is_ahead = True
-                store.fetch(root.waiting)
+                for first in opening:
+                    store.fetch(first.waiting)
 
     def end_reshard(self, group: HookedParamGroup) -> None:
         """Free copies that were made and not gathered, after a pass or an error."""

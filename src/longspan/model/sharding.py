@@ -214,7 +214,9 @@ def embedding_and_head(model: PreTrainedModel) -> list[list[nn.Module]]:
 
 def _weight_is_read(model: nn.Module, name: str) -> bool:
     """Return whether a model in here reads values of `<name>.weight` in code of its class, as Gemma 4 does."""
-    classes = {kind for module in model.modules() if isinstance(module, PreTrainedModel) for kind in type(module).__mro__}
+    classes = {
+        kind for module in model.modules() if isinstance(module, PreTrainedModel) for kind in type(module).__mro__
+    }
     members = [inspect.unwrap(member) for kind in classes for member in vars(kind).values() if callable(member)]
     functions = [x for x in members if isinstance(x, FunctionType) and {name, "weight"} <= {*x.__code__.co_names}]
     for function in functions:
