@@ -27,7 +27,7 @@ EXACT = 1e-12
 
 @dataclass(frozen=True)
 class Case:
-    """A family (Llama's head is its own, Qwen3's the embedding), what is trained, a layout, and how a step is planned."""
+    """A family (Llama's head is its own, Qwen3's is tied), what is trained, a layout, and how a step is planned."""
 
     family: str = "llama"
     layout: Layout = field(default_factory=lambda: Layout(ranks=1))
