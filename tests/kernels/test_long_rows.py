@@ -28,7 +28,7 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.activations.tiles import count_tiles, run_in_tiles
 from longspan.model.compiled_layers import BACKEND
-from longspan.model.experts.expert_products import apply_silu_gate_kernel
+from longspan.model.experts.expert_products import GateFormula
 from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.float8.products import Float8Weight, linear_in_float8, quantise_columns, quantise_rows
 from longspan.model.seams import norms
@@ -140,7 +140,7 @@ def _float8(device: str) -> Operator:
 
 
 def _gate(x: Tensor) -> Tensor:
-    return apply_silu_gate_kernel(x) if x.is_cuda else F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1]
+    return GateFormula().run_kernel(x) if x.is_cuda else F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1]
 
 
 OPERATORS: dict[str, Callable[[str, int], Operator]] = {  # from rows to rows, with their parameters

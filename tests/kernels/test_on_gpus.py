@@ -1,19 +1,24 @@
 """Our kernels on a GPU: of norms, experts and losses beside float64, of weights in 4 bits beside the CPU."""
 
+import copy
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import peft
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from longspan.model.experts import expert_products
-from longspan.model.experts.expert_products import ExpertLoads, apply_silu_gate_kernel, run_experts
-from longspan.model.experts.moe import connect_experts
-from longspan.model.experts.visits import Visits, spread_rows, sum_visits
+from longspan.model.experts import expert_products, visits
+from longspan.model.experts.expert_products import ExpertLoads, GateFormula, find_gate_formulas, run_experts
+from longspan.model.experts.moe import connect_experts, mix_experts
+from longspan.model.experts.visits import ExpertBiases, Visits, spread_rows, sum_visits
 from longspan.model.frozen.packed_format import NF4
 from longspan.model.kinds import expert_modules
 from longspan.model.seams.norms import NormFormula
@@ -33,7 +38,17 @@ NORMS = {
     "sigmoid after": (NormFormula(gate="last", activation="sigmoid"), 20),
 }
 EXPERTS = ((130, 8, 16, 2048), (7, 1, 3, 40), (1, 2, 4, 3000))  # rows, visits of each, experts, hidden size
-GATES = ((300, 768), (5, 3), (2, 3000))
+GPT_OSS = GateFormula(1.702, 7.0, 1.0, interleaved=True)
+# Rows, hidden size, width, experts, visits of each row: the second as in gpt-oss-20b.
+GPT_OSS_EXPERTS = ((40, 24, 40, 8, 3), (1024, 2880, 2880, 32, 4))
+# Rows, width, formula, and the rows of each expert with a bias.
+GATES = (
+    (300, 768, GateFormula(), ()),
+    (5, 3, GateFormula(limit=1.0), ()),
+    (2, 3000, GPT_OSS, ()),
+    (41, 1500, GPT_OSS, (0, 9, 32, 0)),
+    (7, 3, replace(GPT_OSS, interleaved=False), (7,)),
+)
 LOGITS = ((33, 151936), (5, 40), (3, 4097))
 
 
@@ -58,27 +73,80 @@ def norm_errors(case: str, device: str, dtype: torch.dtype, rows: int = 37) -> E
 def visit_errors(case: Sequence[int], device: str, dtype: torch.dtype) -> Errors:
     rows, top_k, experts, size = case
     torch.manual_seed(0)
-    x, weights, factors = torch.randn(rows, size), torch.rand(rows, top_k), torch.randn(experts)
+    x, factors = torch.randn(rows, size), torch.randn(experts)
     chosen = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)])
     by_expert, order = chosen.flatten().sort(stable=True)
+    ends = torch.bincount(by_expert, minlength=experts).cumsum(0)
+    errors = Errors()
+    for weighted, biased in itertools.product((True, False), repeat=2):
+        more = [torch.rand(rows, top_k)] * weighted + [torch.randn(experts, size)] * biased
+        parts = partial(_weights_and_values, weighted=weighted, biased=biased)
 
-    def compute(x: Tensor, weights: Tensor) -> Tensor:
-        visits = Visits.from_order(order.to(device), top_k)
-        going = spread_rows(x, visits)
-        return sum_visits(going * going * factors[by_expert].to(going)[:, None], weights, visits)
+        def compute(x: Tensor, *more: Tensor, parts: Any = parts) -> Tensor:
+            weights, values = parts(more)
+            visits = Visits.from_order(order.to(device), top_k)
+            going = spread_rows(x, visits)
+            biases = None if values is None else ExpertBiases(values, ends.to(device))
+            return sum_visits(going * going * factors[by_expert].to(going)[:, None], weights, visits, biases)
 
-    def exact(x: Tensor, weights: Tensor) -> Tensor:
-        return (x.square()[:, None] * factors[chosen].to(x)[..., None] * weights[..., None]).sum(1)
+        def exact(x: Tensor, *more: Tensor, parts: Any = parts) -> Tensor:
+            weights, values = parts(more)
+            outputs = x.square()[:, None] * factors[chosen].to(x)[..., None]
+            outputs = outputs if values is None else outputs + values[chosen.to(device)]
+            return (outputs if weights is None else outputs * weights[..., None]).sum(1)
 
-    return _errors(compute, exact, (x, weights), device, dtype)
+        named = f"{'weighted' if weighted else 'plain'}{', biased' * biased}: "
+        found = _errors(compute, exact, (x, *more), device, dtype)
+        errors |= {named + name: error for name, error in found.items()}
+    return errors
 
 
-def gate_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:
+def _weights_and_values(more: Sequence[Tensor], *, weighted: bool, biased: bool) -> tuple[Tensor | None, Tensor | None]:
+    return more[0] if weighted else None, more[-1] if biased else None
+
+
+def gate_errors(case: tuple[int, int, GateFormula, Sequence[int]], device: str, dtype: torch.dtype) -> Errors:
+    """Some numbers are clamped, and some experts have no row."""
+    rows, width, formula, counts = case
     torch.manual_seed(0)
-    halves = torch.randn(case[0], 2 * case[1])
-    return _errors(
-        apply_silu_gate_kernel, lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], (halves,), device, dtype
-    )
+    ends = torch.tensor(counts).cumsum(0).to(device) if counts else torch.zeros(0)
+
+    def compute(x: Tensor, *values: Tensor) -> Tensor:
+        return formula.run_kernel(x, ExpertBiases(values[0], ends) if values else None)
+
+    def exact(x: Tensor, *values: Tensor) -> Tensor:
+        return formula(ExpertBiases(values[0], ends).add_to(x) if values else x)
+
+    values = [torch.randn(len(counts), 2 * width)] if counts else []
+    return _errors(compute, exact, (5 * torch.randn(rows, 2 * width), *values), device, dtype)
+
+
+def experts_errors(case: Sequence[int], device: str, dtype: torch.dtype) -> Errors:
+    """Experts of gpt-oss, with both biases, beside transformers' own forward in float64; one expert has most rows."""
+    rows, size, width, count, top_k = case
+    config = GptOssConfig(hidden_size=size, intermediate_size=width, num_local_experts=count)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    experts = GptOssExperts(config).to(device, dtype)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[-2] ** -0.5 if parameter.ndim == 3 else 1.0)
+    find_gate_formulas([experts])
+    wide = copy.deepcopy(experts).double()
+    chosen = torch.stack([torch.randperm(count)[:top_k] for _ in range(rows)]).to(device)
+    chosen[: rows // 2] = torch.arange(top_k)
+    parameters = [dict(module.named_parameters()) for module in (experts, wide)]
+    given = (torch.randn(rows, size), torch.rand(rows, top_k))
+    leaves = [x.to(device, dtype).requires_grad_() for x in given]
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    found = mix_experts(experts, leaves[0], chosen, leaves[1])
+    wanted = wide(doubles[0], chosen, doubles[1])
+    dout = torch.randn_like(found)
+    gradients = torch.autograd.grad(found, [*leaves, *parameters[0].values()], dout)
+    expected = torch.autograd.grad(wanted, [*doubles, *parameters[1].values()], dout.double())
+    names = ("rows", "weights", *parameters[0])
+    errors = {"out": relative_error(found.detach().double(), wanted.detach())}
+    pairs = zip(names, gradients, expected, strict=True)
+    return errors | {name: relative_error(a.double(), b) for name, a, b in pairs}
 
 
 def softmax_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:
@@ -153,6 +221,28 @@ def _errors(
     return errors | {f"gradient {i}": relative_error(a.double(), b) for i, (a, b) in enumerate(gradients)}
 
 
+def interpreted() -> None:
+    """Kernels of experts by Triton's interpreter, in float32: each is launched."""
+    from longspan.model.experts import row_kernels
+
+    launched = set[str]()
+
+    class Kernels:
+        def __getattr__(self, name: str) -> Any:
+            launched.add(name)
+            return getattr(row_kernels, name)
+
+    for module in (visits, expert_products):
+        module.find_row_kernels = lambda *_: Kernels()
+    visits._PROGRAMS = 12
+    found = experts_errors(GPT_OSS_EXPERTS[0], "cpu", torch.float32)
+    assert max(found.values()) <= 1e-6, found
+    assert launched == {"gate_kernel", "gate_backward_kernel", "sum_visits_kernel", "visit_gradients_kernel"}
+    for errors, case in (*((visit_errors, case) for case in EXPERTS[1:]), *((gate_errors, case) for case in GATES[1:])):
+        found = errors(case, "cpu", torch.float32)
+        assert max(found.values()) <= 1e-6, (errors.__name__, case, found)
+
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or find_spec("triton") is None, reason="needs a CUDA device"),
@@ -162,6 +252,7 @@ EVERY = [
     *((norm_errors, case) for case in NORMS),
     *((visit_errors, case) for case in EXPERTS),
     *((gate_errors, case) for case in GATES),
+    *((experts_errors, case) for case in GPT_OSS_EXPERTS),
     *((softmax_errors, case) for case in LOGITS),
     *((distribution_errors, case) for case in LOGITS),
 ]
@@ -213,7 +304,8 @@ def test_grouped_products_are_those_of_each_expert(family: str, monkeypatch: pyt
     for grouped in (True, False):
         monkeypatch.setattr(expert_products, "can_group_products", lambda *_, grouped=grouped, **__: grouped)
         x = rows.to("cuda", torch.bfloat16).requires_grad_()
-        y = run_experts(experts, x, ExpertLoads(torch.tensor(counts, device="cuda")))
+        visits = Visits.from_order(torch.arange(len(x), device="cuda"), 1)
+        y = run_experts(experts, x, ExpertLoads(torch.tensor(counts, device="cuda")), visits)
         found[grouped] = [y, *torch.autograd.grad(y.float().square().sum(), [x, *trained])]
     for together, looped in zip(found[True], found[False], strict=True):
         assert looped.abs().max() > 0

@@ -25,6 +25,7 @@ from longspan.model import prepare, save_model
 from longspan.model.experts.expert_products import ExpertLoads, run_experts
 from longspan.model.experts.moe import IMPLEMENTATION, ExpertFeature
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.experts.visits import Visits
 from longspan.model.feature import Call
 from longspan.model.options import PrepareOptions
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
@@ -216,9 +217,10 @@ def test_experts_without_rows_read_no_counts_and_give_zeros(family: str, monkeyp
     x = torch.zeros(0, moe_config(family).hidden_size, requires_grad=True)
     monkeypatch.setattr(ExpertLoads, "host_counts", None)
     loads = ExpertLoads(torch.zeros(int(experts.num_experts), dtype=torch.int64))
+    visits = Visits.from_order(torch.zeros(0, dtype=torch.int64), 1)
     with torch.autocast("cpu", torch.bfloat16):
-        assert run_experts(experts, x, loads).dtype == torch.bfloat16, "as the rows of other members have it"
-    out = run_experts(experts, x, loads)
+        assert run_experts(experts, x, loads, visits).dtype == torch.bfloat16, "as the rows of other members have it"
+    out = run_experts(experts, x, loads, visits)
     out.sum().backward()
     assert out.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
     gradients = {name: weight.grad for name, weight in experts.named_parameters()}

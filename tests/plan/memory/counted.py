@@ -29,6 +29,7 @@ from transformers import (
 from longspan import Document, add_mtp
 from longspan.comm import World
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
+from longspan.model.experts import expert_products
 from longspan.model.layers import decoder_layers
 from longspan.model.seams import norms
 from longspan.mtp import MtpLoss
@@ -198,6 +199,18 @@ def use_kernel_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_run_torch_kernel", "_run_triton_kernel"):
         monkeypatch.setattr(norms, name, run)
     monkeypatch.setattr(stage_bytes, "REPLAYED_TENSORS", 0)
+
+
+def use_kernel_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have gates of experts keep on a CPU what they keep on GPUs; their results are zeros."""
+
+    def launch(name: str, formula: Any, x: Tensor, bias: Any, ends: Any, *others: Tensor | None, **flags: bool) -> None:
+        for result in others[name == "gate_backward_kernel" :]:
+            if result is not None:
+                result.zero_()
+
+    monkeypatch.setattr(expert_products, "find_row_kernels", lambda *_: launch)
+    monkeypatch.setattr(expert_products, "_launch_gate_kernel", launch)
 
 
 def prepared_model(

@@ -38,6 +38,7 @@ from tests.plan.memory.counted import (
     count_prepared,
     count_step,
     prepared_model,
+    use_kernel_gates,
     use_kernel_norms,
 )
 
@@ -364,6 +365,19 @@ def test_norms_of_gpus(world: World, family: str, monkeypatch: pytest.MonkeyPatc
     layer = place.layer_bytes(load, "none")[1]
     others = counted.alive[1] - place.hidden_row_bytes * ROWS + _head_bytes(needs)  # its input counts as kept
     assert counted.backward[1] == pytest.approx(others + layer.kept + layer.backward, rel=PEAK)
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt-oss", *(pytest.param(x, marks=pytest.mark.whole) for x in ("qwen3-moe", "minimax-m3"))]
+)
+def test_gates_of_experts_on_gpus(world: World, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel with the biases keeps what the first product made; peaks on a CPU are those of its attention."""
+    use_kernel_norms(monkeypatch)
+    use_kernel_gates(monkeypatch)
+    needs, counted = _compare(world, family, "none", settings=MemorySettings(parameter_bytes=2, shard_parameters=False))
+    _check_kept(needs, counted, "none", _ONCE + needs.places[0].hidden_row_bytes)
+    on_cpus = MemoryNeeds.of(config_of(family).to_dict(), world.home, plan_fixed([ROWS], world.home, cp=1), SETTINGS)
+    assert _kept(needs, "none", 2) < 0.9 * _kept(on_cpus, "none", 2)
 
 
 def test_adapters_of_some_projections_keep_less(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

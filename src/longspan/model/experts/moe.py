@@ -27,7 +27,13 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
 from longspan.model.adapted_modules import is_expert_adapter, peft_modules
-from longspan.model.experts.expert_products import EXPERT_ADAPTERS, LOCAL_EXPERTS, ExpertLoads, run_experts
+from longspan.model.experts.expert_products import (
+    EXPERT_ADAPTERS,
+    LOCAL_EXPERTS,
+    ExpertLoads,
+    find_gate_formulas,
+    run_experts,
+)
 from longspan.model.experts.visits import Visits, spread_rows, sum_visits
 from longspan.model.feature import Feature
 from longspan.model.kinds import choosing_routers, expert_modules
@@ -48,6 +54,7 @@ def connect_experts(model: PreTrainedModel) -> None:
             wrapper: Any = module
             vars(wrapper.get_base_layer()).setdefault(EXPERT_ADAPTERS, {})[wrapper.parameter_name] = wrapper
             wrapper._activate_lora = nullcontext  # peft would add to the sharded parameter; `run_experts` does
+    find_gate_formulas(expert_modules(model).values())
     for router in choosing_routers(model).values():
         router.register_forward_hook(_record_routing)
     if hasattr(model.config, "output_router_logits"):
@@ -172,12 +179,12 @@ def mix_experts(
     bounds = torch.searchsorted(sorted_experts, torch.arange(count + 1, device=x.device))
     loads = bounds.diff()  # (E,): rows for each expert, without waiting for the device
     visits = Visits.from_order(order, top_k)
-    expert_rows = spread_rows(x, visits)  # (R k, D)
     if channel is None:
-        outputs = run_experts(experts, expert_rows, ExpertLoads(loads))
+        mixed = run_experts(experts, x, ExpertLoads(loads), visits, weights)
     else:
-        outputs = _run_experts_on_members(experts, expert_rows, loads, channel)
-    return sum_visits(outputs, weights, visits).to(x.dtype)
+        outputs = _run_experts_on_members(experts, spread_rows(x, visits), loads, channel)  # (R k, D)
+        mixed = sum_visits(outputs, weights, visits)
+    return mixed.to(x.dtype)
 
 
 def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
@@ -195,8 +202,7 @@ def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channe
     visits = Visits.from_order(torch.from_numpy(order).to(x.device), 1)
     rows_of_experts = counts_here.sum(0)
     local_loads = ExpertLoads(torch.from_numpy(rows_of_experts).to(x.device), rows_of_experts.tolist())
-    outputs = run_experts(experts, spread_rows(arrived, visits), local_loads)
-    return send_routed_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
+    return send_routed_rows(run_experts(experts, arrived, local_loads, visits), receives, sends, channel)
 
 
 # ---- parameters where `ep` or `tp` is above 1

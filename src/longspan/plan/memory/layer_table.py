@@ -549,6 +549,8 @@ class LayerTable:
         """
         read = self.read
         trained = self.settings.trains_all
+        # One kernel does the gate on GPUs, and keeps nothing but what the first product made.
+        in_steps = not self.settings.gpu
         own_gate = read.family.own_expert_gate
         weights = feed_forward_weights(read, "experts")
         latent = read.count("moe_latent_size")
@@ -568,8 +570,7 @@ class LayerTable:
         copies = self.bytes_of_rows(visits * (latent or self.hidden_size))
         product = self.bytes_of_rows(visits * width)
         # results, what the first product made, and its gate; for trained weights the copies and the product too
-        clamped = self._clamped_tensors
-        gates = (4 if own_gate else 1 + clamped if clamped else int(not self.settings.gpu)) * self._mlp_has_gate
+        gates = (4 if own_gate else 1 + self._clamped_tensors) * self._mlp_has_gate * in_steps
         order = self.bytes_of_rows(2 * visits, INDEX)
         first_adapted = self.settings.adapts_experts("gate_up_proj") or self.settings.adapts_experts("up_proj")
         last_adapted = self.settings.adapts_experts("down_proj")
@@ -580,7 +581,7 @@ class LayerTable:
         saved += self.bytes_of_rows(visits * rank) * (first_adapted + last_adapted)
         outputs = (1 + self._mlp_has_gate) * width * first_adapted + (latent or self.hidden_size) * last_adapted
         saved += rank * outputs * experts / self.ep * self.settings.compute_bytes
-        work = copies * (2 if self.ep > 1 else 1) + product * (3 if own_gate else 1)
+        work = copies * (2 if self.ep > 1 else 1) + product * (3 if own_gate and in_steps else 1)
         visited = LayerPart(saved, work, lasting=order)
         part = router + self._tiled_part(visited, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
         # The width of the experts that every row visits follows from the weights that are left. A vector of the hidden
