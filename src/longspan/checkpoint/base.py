@@ -25,24 +25,31 @@ from longspan.train.run_model.load import read_model_configuration
 from longspan.train.run_model.rope_scaling import scale_as_saved
 
 BASE = "base.json"
+TEACHER = "teacher.path"
 # A sum reads this many blocks, spread evenly over the files.
 BLOCKS = 8192
 BLOCK_BYTES = 1 << 14
 
 
 def record_base_weights(run_dir: Path, config: RunConfig) -> None:
-    """Write base.json: sums of the weights of model.path, if the run's adapter or reference model needs them, and of
-    those of mtp.weights, if they stay as they are.
+    """Write base.json: sums of the weights of model.path, if the run's adapter or reference model needs them, of
+    those of mtp.weights, if they stay as they are, and of a teacher's.
 
     A base.json that is there is removed first.
     """
     (run_dir / BASE).unlink(missing_ok=True)
-    if (config.lora.rank or config.train.needs_reference) and config.model.path:
-        records = {
-            key: {"folder": str(folder), **weight_sums(folder)} for key, folder in _base_folders(config).items()
-        }
-        record = records.pop("model.path") | records
+    folders = _base_folders(config) if needs_base_weights(config) else {}
+    if config.teacher.path:
+        folders[TEACHER] = Path(config.teacher.path).absolute()
+    if folders:
+        records = {key: {"folder": str(folder), **weight_sums(folder)} for key, folder in folders.items()}
+        record = records.pop("model.path", {}) | records
         write_atomically(run_dir / BASE, json.dumps(record, indent=1))
+
+
+def needs_base_weights(config: RunConfig) -> bool:
+    """Return whether a run needs the weights of model.path as long as it goes on."""
+    return bool((config.lora.rank or config.train.needs_reference) and config.model.path)
 
 
 def check_base_unchanged(run_dir: Path, config: RunConfig, device: str, *, goes_on: bool = False) -> str:
@@ -51,10 +58,12 @@ def check_base_unchanged(run_dir: Path, config: RunConfig, device: str, *, goes_
     or "".
 
     Weights matter for a run of an adapter, whose base model they are, and where the run `goes_on` also for one whose
-    loss needs a reference model, which is read from them again. Where the run goes on, the configuration of every model
-    matters. A run without base.json, which an earlier version began, may have any weights.
+    loss needs a reference model, which is read from them again, and those of its teacher. Where the run goes on, the
+    configuration of every model matters. A run without base.json, which an earlier version began, may have any weights.
     """
     user = "adapter" if config.lora.rank else "reference model"
+    if goes_on and config.teacher.path:
+        _check_weights_unchanged(run_dir, TEACHER, Path(config.teacher.path).absolute(), "teacher")
     if config.lora.rank or (goes_on and config.train.needs_reference):
         if config.model.path:
             for key, folder in _base_folders(config).items():

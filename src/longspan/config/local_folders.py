@@ -34,6 +34,7 @@ def with_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
         for number, source in enumerate(data.sources)
     ]
     path = find(model.path, "model.path", weights=weights)
+    teacher = find(config.teacher.path, "teacher.path", weights=weights)
     source = find(model.config, "model.config")
     tokenizer = find(data.tokenizer, "data.tokenizer")
     rows = find_data(data.path, "data.path")
@@ -43,6 +44,7 @@ def with_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
         config,
         train=replace(config.train, epochs_of=find_data(config.train.epochs_of, "train.epochs_of")),
         model=replace(model, path=path, config=source),
+        teacher=replace(config.teacher, path=teacher),
         evaluation=replace(config.evaluation, prompts=prompts),
         mtp=replace(config.mtp, weights=find(config.mtp.weights, "mtp.weights")),
         data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer, chat_template=template),

@@ -30,6 +30,7 @@ from longspan.config.text_values import (
     read_word_and_number,
 )
 from longspan.errors import ConfigError
+from longspan.plan.form import FrozenWeights
 
 # A value of mtp.weights.
 RANDOM = "random"
@@ -45,7 +46,8 @@ class ModelConfig(Section):
     """A local Hugging Face folder with config.json and safetensors, or the name of one on the hub that is in the local
     cache (ORG/NAME): its weights are trained on."""
     download: bool = False
-    """Download what path, config or data.tokenizer name on the hub into the local cache, if it is not there."""
+    """Download what path, config, data.tokenizer or teacher.path name on the hub into the local cache, if it is not
+    there."""
     preset: str = ""
     """Random weights: qwen3-tiny, llama-tiny, qwen3-deep-tiny (4 layers), qwen3-moe-tiny, gpt-oss-tiny (8 experts),
     qwen3-next-tiny, bamba-tiny, granite-hybrid-tiny (hybrids), deepseek-v32-tiny (chosen keys), or published sizes:
@@ -69,7 +71,7 @@ class ModelConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Arithmetic of forward and backward passes: auto (bfloat16 on GPUs, as dtype on CPUs and under float64), float32,
     bfloat16 or float64; gradients are summed in float32, or float64."""
-    frozen: Annotated[Literal["auto", "whole", "nf4", "stored"], Needs("lora.rank", AtLeast(1))] = "auto"
+    frozen: Annotated[FrozenWeights, Needs("lora.rank", AtLeast(1))] = "auto"
     """How the weights that an adapter leaves as they are lie in memory: nf4 (linears of decoder layers in 4 bits, made
     as they are read), stored (in 4 or 8 bits, as the folder holds them), whole (in dtype), or auto: stored where the
     folder is quantised, else whole (docs/fine-tuning.md)."""
@@ -82,7 +84,7 @@ class ModelConfig(Section):
     def rope(self) -> tuple[str, float]:
         """How rotary positions are scaled, and by which factor; 0: by the one that the longest document needs."""
         return read_word_and_number(
-            "model.rope_scaling", self.rope_scaling, {"": None, "yarn": Above(1), "linear": Above(1)}
+            f"{self.prefix}rope_scaling", self.rope_scaling, {"": None, "yarn": Above(1), "linear": Above(1)}
         )
 
     @property
@@ -139,6 +141,66 @@ class LoraSection(Section):
     target_modules: Annotated[tuple[str, ...], Needs("lora.rank", AtLeast(1))] = ()
     """Names of the linears that get one, such as q_proj or lm_head, and of experts' matrices, such as
     experts.gate_up_proj; empty: every linear of the decoder layers, and no experts."""
+
+
+@dataclass(frozen=True)
+class TeacherSection(Section):
+    """A teacher: a second model, of which nothing is trained, and whose distributions the model learns
+    (docs/distillation.md)."""
+
+    SECTION: ClassVar[str] = "teacher"
+
+    path: str = ""
+    """The teacher, a causal language model with the model's tokenizer: its folder, or its name on the hub, as
+    model.path. Empty: there is none."""
+    frozen: FrozenWeights = "auto"
+    """How its weights lie in memory: nf4 (linears of decoder layers in 4 bits, made as they are read), stored (in 4 or
+    8 bits, as the folder holds them), whole (in teacher.dtype), or auto: stored where the folder is quantised, else
+    whole."""
+    dtype: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
+    """Its weights and arithmetic; auto: the arithmetic of the model's own passes (model.compute_dtype)."""
+    rope_scaling: str = ""
+    """Scale its rotary positions, as model.rope_scaling does the model's: a document beyond them is an error."""
+    offload_weights: bool = False
+    """Keep its weights in the host's memory: a layer's are copied to the device before it runs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.as_model().rope
+
+    def as_model(self, dtype: str = AUTO) -> "TeacherModel":
+        """Return the teacher as keys of a model, with this dtype in place of "auto"."""
+        chosen: Any = dtype if self.dtype == AUTO else self.dtype
+        return TeacherModel(
+            path=self.path, rope_scaling=self.rope_scaling, dtype=chosen, compute_dtype=chosen, frozen=self.frozen
+        )
+
+
+@dataclass(frozen=True)
+class TeacherModel(ModelConfig):
+    """The keys of a model that a teacher has, which messages name by their section."""
+
+    SECTION: ClassVar[str] = "teacher"
+
+
+@dataclass(frozen=True)
+class DistillationSection(Section):
+    """The loss under a teacher: how far the model's distributions are from the teacher's, by the names and defaults of
+    TRL's DistillationConfig (docs/distillation.md)."""
+
+    SECTION: ClassVar[str] = "distillation"
+
+    beta: Annotated[float, AtLeast(0, most=1)] = 1.0
+    """The divergence of model p and teacher q: 0: KL(q‖p), 1: KL(p‖q), between: the generalized Jensen-Shannon
+    divergence, which is small near both ends."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits of both models before the softmax."""
+    top_k: NonNegativeInt = 0
+    """Compare the teacher's so many likeliest tokens; 0: all."""
+    add_tail: Annotated[bool, Needs("distillation.top_k", AtLeast(1))] = True
+    """With top_k: all other tokens together are one more; false: the k are renormalised."""
+    cross_entropy_weight: NonNegativeFloat = 0.0
+    """Weight of the cross entropy of the targets, at temperature 1, beside the divergence."""
 
 
 @dataclass(frozen=True)
@@ -463,9 +525,16 @@ class RunConfig:
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
+    distillation: DistillationSection = field(default_factory=DistillationSection)
     mtp: MtpSection = field(default_factory=MtpSection)
     encoder: EncoderSection = field(default_factory=EncoderSection)
     run: RunSection = field(default_factory=RunSection)
+
+    @property
+    def distils(self) -> bool:
+        """Whether the model learns a teacher's distributions."""
+        return bool(self.teacher.path)
 
     @property
     def evaluations(self) -> tuple[EvalConfig, ...]:

@@ -321,7 +321,7 @@ class HostWeightsFeature(Feature):
             "weights and gradients on the host (train.offload_weights) take",
             advice=partial(_room_advice, model),
         )
-        if not self._keeps_trained:
+        if not self._keeps_trained and any(parameter.requires_grad for parameter in root.parameters()):
             # Gradients leave the device on FSDP2's own stream of sums, which `shard_over_slots` may have put aside.
             sum_on_own_stream(root)
         store = HostStore(self.world.device, total)

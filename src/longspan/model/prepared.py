@@ -112,8 +112,9 @@ def prepare(
     attention_kernel: a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
     fused_norms: RMS norms as one kernel: "on", "off", or "auto": on GPUs, those that can.
     float8: "rowwise": linears and experts of decoder layers multiply in float8 (docs/precision.md).
-    frozen: under an adapter, how the linears and experts of decoder layers lie: "nf4" (4 bits, whole where a layer is
-        gathered), "stored" (as the quantised folder holds them), or "whole" (docs/fine-tuning.md).
+    frozen: under an adapter, or of a model of which nothing is trained, how the linears and experts of decoder layers
+        lie: "nf4" (4 bits, whole where a layer is gathered), "stored" (as the quantised folder holds them), or "whole"
+        (docs/fine-tuning.md).
     compiled: "layers" (each as two halves around attention), "none", or "auto": layers on GPUs without tensor
         parallelism, from 2048 features on.
     virtual_stages, pipeline_schedule: where `home.pp` is above 1; "1f1b" or "zero_bubble".

@@ -4,6 +4,7 @@
 plans checked and completed. What a configuration leaves open is decided in `resolved.py`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,13 +69,16 @@ def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
     return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
 
 
-def query_heads(model: Any) -> int | None:
-    """Return the query heads of the layers that attend; None if none does. `model` is a configuration, a dict like one
-    or a folder.
+def query_heads(*models: Any) -> int | None:
+    """Return the query heads of the layers that attend, of several models those that divide each one's; None if none
+    attends. A model is a configuration, a dict like one or a folder; None is none.
     """
-    if hasattr(model, "get_text_config"):
-        return getattr(model.get_text_config(), "num_attention_heads", None)
-    return read_query_heads(model)
+    heads = list[int]()
+    for model in (model for model in models if model is not None):
+        text = model.get_text_config() if hasattr(model, "get_text_config") else None
+        count = read_query_heads(model) if text is None else getattr(text, "num_attention_heads", None)
+        heads += [count] if count else []
+    return math.gcd(*heads) or None
 
 
 @dataclass(frozen=True)

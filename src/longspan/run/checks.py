@@ -64,6 +64,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
         if checkpoint.dir:
             require_local_root(checkpoint.dir)
     check_keys_needed_by_keys(config)
+    check_distillation(config)
     home = home_of(config.parallel, ranks)
     check_precision(config)
     if config.train.loss or config.train.loss_arguments:
@@ -142,7 +143,11 @@ def check_paths_exist(config: RunConfig) -> None:
     model = config.model
     data = config.data
     paths = {"model.path": model.path, "model.config": model.config, "data.tokenizer": data.tokenizer}
-    paths |= {"data.chat_template": data.chat_template, "evaluation.prompts": config.evaluation.prompts}
+    paths |= {
+        "teacher.path": config.teacher.path,
+        "data.chat_template": data.chat_template,
+        "evaluation.prompts": config.evaluation.prompts,
+    }
     for key, path in paths.items():
         if path and not Path(path).expanduser().exists():
             raise ConfigError(f"{key} {path!r} does not exist; give a folder or file of this machine")
@@ -240,6 +245,30 @@ def check_lora(config: RunConfig) -> None:
             f"lora.dropout is {lora.dropout:g} and parallel.tp is {tp}: tensor-parallel ranks would drop different "
             "inputs of the same rows; set lora.dropout = 0.0, or parallel.tp = 1"
         )
+
+
+def check_distillation(config: RunConfig) -> None:
+    """Raise ConfigError for keys of a teacher or of its loss without a teacher, and for a run that can have none."""
+    if not config.distils:
+        for section in (config.teacher, config.distillation):
+            given = (key for key in section_keys(type(section)) if key_value(section, key.name) != key.default)
+            if (key := next(given, None)) is not None:
+                raise ConfigError(
+                    f"{section.prefix}{key.name} is {key_value(section, key.name)!r}, and there is no teacher; give "
+                    "teacher.path, or leave it out"
+                )
+        return
+    reasons = {
+        f"train.loss is {config.train.loss!r}, a loss of preferences": bool(config.train.loss),
+        f"model.num_labels is {config.model.num_labels}, and scores have no teacher": config.model.num_labels > 0,
+        f"mtp.num_layers is {config.mtp.num_layers}, and depths have no teacher": config.mtp.num_layers > 0,
+        f"parallel.pp is {config.parallel.pp}, and no pipeline has a teacher": config.parallel.pp > 1,
+        "model.path is the same folder, stored alike: a model that begins as its own teacher learns nothing from it": (
+            config.teacher.path == config.model.path and config.teacher.frozen == config.model.frozen
+        ),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        raise ConfigError(f"teacher.path is {config.teacher.path!r}, and {reason}; leave one of both out")
 
 
 def check_encoder_tp_divides_ranks(config: RunConfig, home: Layout) -> None:

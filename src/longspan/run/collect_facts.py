@@ -41,7 +41,7 @@ def collect_facts(run: TrainingRun) -> RunFacts:
         earlier = facts.sessions if facts is not None else ()
     # A session that began at this one's step, or later, is left out: its steps are repeated.
     sessions = (*(session for session in earlier if session[0] < run.done), (run.done, len(home.ranks)))
-    parameters, parameters_of_rank, trained = _count_parameters(run)
+    parameters, parameters_of_rank, trained = _count_parameters(run, run.model)
     names_parameters = run.config.optimizer.groups or run.config.train.freeze
     by_pattern = _count_by_pattern(run) if names_parameters else {}
     date, command = time_and_command()
@@ -130,6 +130,7 @@ def _fact_lines(
         "encoder": _encoder_text(run, run.model) if isinstance(run.model, MultimodalModel) else "",
         "scores": "" if run.corpus.labels is None else _scores_text(run, run.corpus.labels.shape[1]),
         "loss": _preferences_text(run) if config.train.loss else "",
+        "teacher": "" if run.teacher is None else _teacher_text(run, run.teacher),
         "rows": run.reasons.partition,
     }
     yield from ((name, text) for name, text in optional.items() if text)
@@ -185,12 +186,12 @@ def _count_text(count: int) -> str:
     return f"{count:,}"
 
 
-def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
+def _count_parameters(run: TrainingRun, model: Any) -> tuple[int, int, int]:
     """Entered by all ranks: (of the whole model, each once; on the rank that holds most; trained). Packed weights
     count as the numbers that they stand for. Every rank of a pipeline stage counts all parameters of the stage."""
     # These are parameters of this rank's stages.
-    parameters = counted_parameters(run.model)
-    packed = {id(run.model.get_parameter(name)): weight for name, weight in packed_weights(run.model).items()}
+    parameters = counted_parameters(model)
+    packed = {id(model.get_parameter(name)): weight for name, weight in packed_weights(model).items()}
 
     def count(parameter: torch.Tensor, tensor: torch.Tensor) -> int:
         """Count the numbers in `tensor`, which is the whole parameter or this rank's part of it."""
@@ -199,7 +200,7 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
 
     here = sum(count(p, p) for p in parameters)
     trained_here = sum(p.numel() for p in parameters if p.requires_grad)
-    stored_here = sum(count(parameter, local_tensor(parameter)) for parameter in run.model.parameters())
+    stored_here = sum(count(parameter, local_tensor(parameter)) for parameter in model.parameters())
     rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, here, trained_here, stored_here))
     # The key is a pipeline rank.
     stage_counts = {pp: (count, trained) for pp, count, trained, _ in rank_counts}
@@ -246,6 +247,23 @@ def _preferences_text(run: TrainingRun) -> str:
     count = plural(len(run.corpus) // 2, "answer" if run.config.train.row_form == "kto" else "pair")
     compared = f"; reference: {reference}" if run.config.train.needs_reference else ""
     return f"{loss_text(run.config.train)}; {count}{compared}"
+
+
+def _teacher_text(run: TrainingRun, teacher: Any) -> str:
+    keys = run.config.distillation
+    execution = model_execution(teacher)
+    dtype = str(execution.compute_dtype).removeprefix("torch.")
+    layers = plural(teacher.config.get_text_config().num_hidden_layers, "layer")
+    numbers, of_rank = (_count_text(count) for count in _count_parameters(run, teacher)[:2])
+    words = [text for name, text in execution.words.items() if name in ("frozen", "on the host")]
+    described = ", ".join([f"{numbers} parameters, {of_rank} on a rank", f"{layers} in {dtype}", *words])
+    loss = f"divergence at beta {keys.beta:g}, temperature {keys.temperature:g}"
+    if keys.top_k:
+        rest = "the rest as one" if keys.add_tail else "renormalised"
+        loss += f", of its {keys.top_k} likeliest tokens, {rest}"
+    if keys.cross_entropy_weight:
+        loss += f"; and {keys.cross_entropy_weight:g} × cross entropy"
+    return f"{run.config.teacher.path}: {described}; {loss}"
 
 
 def _scores_text(run: TrainingRun, columns: int) -> str:

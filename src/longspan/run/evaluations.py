@@ -21,7 +21,7 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
 from longspan.model.stock_copy import StockCopy
 from longspan.plan.shape.positions import position_limit
-from longspan.resolve.planner_config import PlannerConfig, query_heads
+from longspan.resolve.planner_config import PlannerConfig
 from longspan.resolve.ways import degrees_to_compare
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
@@ -135,9 +135,8 @@ class Evaluations:
 
     def evaluation_schedule(self) -> Iterator[tuple[int, int, int]]:
         """Yield for each set its tokens, the steps between its evaluations, and how many come at the end."""
-        heads = query_heads(self.run.model.config)
         for entry in self.run.sets:
-            choice = PlannerConfig.unpriced(entry.config, self.run.config, heads)
+            choice = PlannerConfig.unpriced(entry.config, self.run.config, self.run.heads)
             # held-out documents are evaluated at every degree
             degrees = () if entry.name else degrees_to_compare(self.run.world.home, choice)
             at_end = len({choice.degree, *degrees})

@@ -260,7 +260,7 @@ def _train_and_evaluate(evaluations: Evaluations, starts: Starts) -> TrainResult
         save_final_model(run)
         final, named, stopped = evaluations.evaluate_at_end(model_step, saves)
         saves.remove_old_saves()
-    predicts_tokens = not run.config.train.loss and run.corpus.labels is None
+    predicts_tokens = not (run.config.train.loss or run.config.distils) and run.corpus.labels is None
     return TrainResult(
         dir=run.dir,
         done=done,

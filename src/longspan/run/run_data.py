@@ -150,13 +150,21 @@ def replace_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tup
 
 @dataclass(frozen=True)
 class RunData:
-    """The documents of a run, the same on every rank, and the model's configuration, by which they are read."""
+    """The documents of a run, the same on every rank, and the model's configuration, by which they are read, and the
+    teacher's (None: there is none), which reads them too.
+    """
 
     model: PreTrainedConfig
     corpus: Corpus
     order: StepOrder
     sets: tuple[EvaluationSet, ...]
     longest: tuple[int, str]  # tokens and origin of the longest document that a planner receives
+    teacher: PreTrainedConfig | None = None
+
+    @property
+    def corpora(self) -> tuple[Corpus, ...]:
+        """The corpora of training and of each set with tokens of its own."""
+        return (self.corpus, *(s.documents.corpus for s in self.sets if isinstance(s.documents, CorpusDocuments)))
 
     def list_reference_documents(self, config: RunConfig, done: int) -> tuple[CorpusDocuments, ...]:
         """List what a reference model reads too: the documents of the steps after `done`, and those of each set."""
@@ -167,7 +175,7 @@ class RunData:
     def check_longest_documents(self, config: RunConfig, world: World) -> None:
         """Raise ConfigError where the longest document of the corpus, or of a set, fits no group or no position."""
         longest, origin = self.longest
-        heads = query_heads(self.model)
+        heads = query_heads(self.model, self.teacher)
         check_longest_training_document(config, world.home, longest, origin, heads)
         for entry in (s for s in replace_eval_tables(self.sets, config) if s.name):
             lengths = entry.documents.lengths
@@ -176,6 +184,8 @@ class RunData:
             origin_in_set = entry.documents.origin(number)
             check_longest_of_set(config, entry.config, world.home, tokens, origin_in_set, heads)
             check_set_length(self.model, config.model, longest, entry.name, tokens)
+            if self.teacher is not None:
+                check_set_length(self.teacher, config.teacher.as_model(), longest, entry.name, tokens)
 
 
 def open_data(
@@ -185,13 +195,14 @@ def open_data(
     world: World,
     log: LogLine,
     rules: SharingRules | None = None,
+    teacher: PreTrainedConfig | None = None,
 ) -> RunData:
     """Open the documents and the evaluation sets of a run, which resumes if it has a `checkpoint`; all ranks call it
     together. The first rank makes corpora that are not there yet.
 
     The held-out documents are the first set, if there are any. Documents share prefixes as the model's `rules` say
-    (None: none share), if it sees no images. Raises ConfigError for metrics that cannot be loaded,
-    DataError for what cannot be read, both on every rank.
+    (None: none share), if it sees no images. Raises ConfigError for metrics that cannot be loaded, and for images under
+    a `teacher`, DataError for what cannot be read, both on every rank.
     """
     run_dir = Path(config.run.dir)
 
@@ -215,6 +226,11 @@ def open_data(
     metrics = run_on_every_rank(world, load_own_metrics, ConfigError) if config.evaluation.metrics else {}
     corpus = open_corpus_on_all_ranks(config, world, model, resumed=checkpoint is not None, log=log)
     sets = [open_evaluation_set(config, entry, world, log) for entry in config.evaluation.sets]
+    if teacher is not None and any((corpus.images, *(s.documents.corpus.images for s in sets))):
+        raise ConfigError(
+            "teacher.path is given, and rows of the data have images, of which no distillation is made; leave out the "
+            "teacher, or these rows"
+        )
     if rules is not None and any(s.documents.corpus.images for s in sets):
         rules = rules._replace(against=("a model that sees images", *rules.against))
     order = make_step_order(config, corpus, rules, log)
@@ -240,4 +256,4 @@ def open_data(
         sets = run_on_every_rank(world, add_images, DataError)
     number = int(np.argmax(corpus.lengths))
     longest = (int(corpus.lengths[number]), corpus.origin(number))
-    return RunData(model, corpus, order, tuple(sets), longest)
+    return RunData(model, corpus, order, tuple(sets), longest, teacher)

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from longspan.checkpoint.base import BASE, check_base_unchanged, record_base_weights
+from longspan.checkpoint.base import (
+    BASE,
+    TEACHER,
+    check_base_unchanged,
+    needs_base_weights,
+    record_base_weights,
+)
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import (
     checkpoints_root,
@@ -29,7 +35,6 @@ from longspan.config.keys import AUTO
 from longspan.config.local_folders import absolute_path
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.fit_to_model import check_ids_in_vocabulary
-from longspan.data.corpus_documents import CorpusDocuments
 from longspan.data.run_epochs import source_lines, with_epoch_steps
 from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
@@ -58,6 +63,13 @@ from longspan.train.run_model.load import (
 )
 from longspan.train.run_model.prepare import AnyModel, check_run_model, prepare_run_model, read_run_rules
 from longspan.train.run_model.rope_scaling import scale_positions
+from longspan.train.run_model.teacher import (
+    check_teacher,
+    check_teacher_reads_documents,
+    prepare_teacher,
+    read_teacher_configuration,
+    read_teacher_rules,
+)
 from longspan.train.start.start_times import Starts
 from longspan.train.training import build_run_optimizer
 
@@ -184,9 +196,9 @@ def prepare_loaded_model(
 
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
-_FIXED_SECTIONS = ("model", "data", "lora")
+_FIXED_SECTIONS = ("model", "data", "lora", "teacher")
 # Keys of these sections that may change: a checkpoint holds parameters in model.dtype, whatever they are computed in.
-_FREE_KEYS = ("model.compute_dtype", "model.download", "data.share_prefixes")
+_FREE_KEYS = ("model.compute_dtype", "model.download", "data.share_prefixes", "teacher.offload_weights")
 _FIXED_KEYS = ("mtp.num_layers", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
 _FIXED_KEYS += ("train.freeze", "train.loss", "optimizer.class", "optimizer.arguments", "evaluation.documents")
 # These keys decide whose weights RUN/model has.
@@ -294,7 +306,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     free = set[str](_FREE_KEYS)
     # with that file `check_base_unchanged` compares the weights themselves
     if Path(config.run.dir, BASE).is_file():
-        free.add("model.path")
+        free |= {TEACHER, "model.path"} if needs_base_weights(config) else {TEACHER}
     for name in (name for name in fixed if name not in free):
         section, _, key = name.partition(".")
         value_before = sections_before.get(section, {}).get(key)
@@ -335,6 +347,9 @@ def open_run_documents(
     model_config = run_on_every_rank(
         world, lambda: read_model_configuration(config, config.data.vocab_size), ModelError
     )
+    teacher = None
+    if config.distils:
+        teacher = run_on_every_rank(world, partial(read_teacher_configuration, config), ModelError)
     rules = None  # the data's plans need them, and plans of memory
     # What is wrong with the model is found before a corpus is made.
     if checkpoint is None:
@@ -345,7 +360,13 @@ def open_run_documents(
         run_on_first_rank(world, partial(record_base_weights, Path(config.run.dir), config), ModelError)
     elif config.data.share_prefixes == AUTO:
         rules = run_on_every_rank(world, partial(read_run_rules, config, world, model_config), ModelError)
-    data = open_data(config, model_config, checkpoint, world, log, rules)
+    if teacher is not None:
+        if checkpoint is None:
+            run_on_every_rank(world, partial(check_teacher, config, world, teacher), ModelError)
+        if rules is not None:
+            of_teacher = run_on_every_rank(world, partial(read_teacher_rules, config, world, teacher), ModelError)
+            rules = rules.with_other(of_teacher)
+    data = open_data(config, model_config, checkpoint, world, log, rules, teacher)
     config = config.with_keys("evaluation", documents=data.order.held_out_texts)
     config = with_epoch_steps(config, data.order, log)
     Schedule.of(config.optimizer, config.train.steps)  # raises where the schedule does not fit the steps
@@ -402,10 +423,13 @@ def set_up(
     config, as_written, data = open_run_documents(config, checkpoint, state, world, log)
     vocabulary = data.corpus.manifest.tokenizer_size if config.data.tokenizer else config.data.vocab_size
     configuration = run_on_every_rank(world, lambda: read_model_configuration(config, vocabulary), ModelError)
-    set_corpora = [s.documents.corpus for s in data.sets if isinstance(s.documents, CorpusDocuments)]
-    for corpus in (data.corpus, *set_corpora):
+    for corpus in data.corpora:
         check_ids_in_vocabulary(corpus, configuration, config.model.source or config.model.preset_name)
     configuration = scale_positions(configuration, config.model, *data.longest, log)
+    if data.teacher is not None:
+        teacher = scale_positions(data.teacher, config.teacher.as_model(), *data.longest, log)
+        check_teacher_reads_documents(config, world, data.corpora, teacher)
+        data = replace(data, teacher=teacher)
     starts.end_part("data")
     done = int(state.get("step", 0))
     resolved = resolve_run(config, data, configuration, world, log, done=done)
@@ -426,10 +450,14 @@ def set_up(
         data, config, configuration, memory, world, log, goes_on=goes_on, reads_weights=reads_weights
     )
     starts.end_part("model")
+    teacher_model = None
+    if data.teacher is not None:
+        teacher_model = prepare_teacher(config, world, data.teacher, memory)
+        starts.end_part("teacher")
     world.seed = config.train.seed
     optimizer = build_run_optimizer(config, world, model, memory=memory)
     if not has_references:
-        choice = PlannerConfig.training(config, cost=resolved.cost, heads=query_heads(configuration))
+        choice = PlannerConfig.training(config, cost=resolved.cost, heads=query_heads(configuration, data.teacher))
         compute_references(model, reference_documents, digest, config, choice, world, log, stopped)
         starts.end_part("reference")
     if checkpoint is not None:
@@ -453,4 +481,5 @@ def set_up(
         replace_eval_tables(data.sets, config),
         resolved.reasons,
         memory=memory,
+        teacher=teacher_model,
     )

@@ -231,6 +231,7 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
         for document, (rows, parent) in enumerate(zip(plan.lengths, parents, strict=True))
     ]
     options: dict[str, Any] = {"router": training.router, "mtp": training.mtp_loss} if backward else {}
+    options["loss"] = training.distillation
     if score_columns(model):
         documents = [_make_scored(document) for document in documents]
         options["loss"] = _sum_scores

@@ -11,7 +11,6 @@ binds the same micro-batches; the first stage reads token ids, and only the last
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,8 +96,8 @@ class Passes:
     `model` is the language model, without encoders. `loss_fn` returns the sum of the losses of a micro-batch's rows,
     whose gradients are divided by `divisor`. `routing` counts the experts' loads of the step, None without experts.
     `depths` of multi-token prediction run where there is a loss. `frees_parameters`: whether passes without backward
-    free at their end what FSDP2 has gathered. `temperature` divides logits. `run_inside`, if there is one, gets the
-    inputs of a micro-batch and the call of the model, which it makes inside another model's pass.
+    free at their end what FSDP2 has gathered. `temperature` divides logits. `run_before`, if there is one, gets each
+    micro-batch and its inputs before the model's pass: another model runs over it first.
     """
 
     model: nn.Module
@@ -112,7 +111,7 @@ class Passes:
     depths: int = 0
     terms: tuple[Term, ...] = ()
     temperature: float = 1.0
-    run_inside: Callable[..., Tensor] | None = None
+    run_before: Callable[[LocalBatch, Mapping[str, Any]], None] | None = None
 
     @classmethod
     def with_terms(cls, inputs: StepInputs, terms: Sequence[Term], loss_fn: LossFn, **settings: Any) -> "Passes":
@@ -270,14 +269,14 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
     """A float64 scalar. A model that is not prepared returns logits of all rows, which take the place of hidden
     states, with a head that returns them unchanged."""
-    inputs = _model_inputs(batch) | passes.arguments_of_next_call()
+    inputs = _model_inputs(batch)
+    if passes.run_before is not None:
+        passes.run_before(batch, inputs)
+    inputs |= passes.arguments_of_next_call()
     if passes.depths:
         inputs |= _future_ids(batch)
     if is_prepared(passes.model):
-        run_model = partial(passes.model, **inputs, row_loss=passes.row_loss(batch))
-        if passes.run_inside is not None:
-            return passes.run_inside(_model_inputs(batch), run_model)
-        return run_model()
+        return passes.model(**inputs, row_loss=passes.row_loss(batch))
     output = passes.model(**inputs)
     logits = (output if isinstance(output, Tensor) else output.logits).squeeze(0)  # (T, V)
     return passes.loss_fn(batch, logits, passes.tempered_head(GivenLogits(logits.shape[-1])))

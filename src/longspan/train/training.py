@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from longspan.comm import World
+from longspan.config.keys import key_values
 from longspan.config.loss_arguments import loss_arguments
 from longspan.config.memory_keys import form_of_config
 from longspan.config.plan_section import EvalConfig
@@ -35,6 +36,7 @@ from longspan.train.step_figures import StepFigures, make_step_figures
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
+    from longspan.train.terms.distillation import Distillation
     from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.mtp import MtpLoss
 
@@ -68,7 +70,8 @@ def build_run_optimizer(
 
 @dataclass(frozen=True)
 class Training:
-    """A prepared model, its optimizer, the cost that plans are priced by, and the plan of memory, if one was made."""
+    """A prepared model, its optimizer, the cost that plans are priced by, and the plan of memory, if one was made; and
+    the prepared teacher, if it has one."""
 
     config: RunConfig
     world: World
@@ -76,15 +79,21 @@ class Training:
     optimizer: Optimizer
     cost: Cost
     memory: "MemoryPlan | None" = field(default=None, kw_only=True)
+    teacher: AnyModel | None = field(default=None, kw_only=True)
 
     @property
     def training_choice(self) -> PlannerConfig:
         """How steps are planned."""
-        return PlannerConfig.training(self.config, cost=self.cost, heads=query_heads(self.model.config))
+        return PlannerConfig.training(self.config, cost=self.cost, heads=self.heads)
 
     def evaluation_choice(self, entry: EvalConfig | None = None) -> PlannerConfig:
         """How evaluations are planned: of a set, or (None) of the documents that the run holds out."""
-        return PlannerConfig.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
+        return PlannerConfig.evaluation(self.config, entry, cost=self.cost, heads=self.heads)
+
+    @property
+    def heads(self) -> int | None:
+        """The query heads by which groups may share documents, of model and teacher."""
+        return query_heads(self.model.config, getattr(self.teacher, "config", None))
 
     @property
     def time_slots(self) -> bool:
@@ -106,6 +115,15 @@ class Training:
         from longspan.train.terms.mtp import MtpLoss
 
         return MtpLoss(self.config.mtp.loss_scaling_factor)
+
+    @cached_property
+    def distillation(self) -> "Distillation | None":
+        """The loss under the teacher; None without one."""
+        if self.teacher is None:
+            return None
+        from longspan.train.terms.distillation import Distillation
+
+        return Distillation(self.teacher, **key_values(self.config.distillation))
 
     @cached_property
     def figures(self) -> StepFigures:
@@ -140,7 +158,7 @@ class Training:
             step=step + 1,
             router=self.router,
             mtp=self.mtp_loss,
-            loss=loss_of_documents(getattr(documents, "whole", documents), config),
+            loss=self.distillation or loss_of_documents(getattr(documents, "whole", documents), config),
             time_slots=self.time_slots,
             host_work=host_work,
         )

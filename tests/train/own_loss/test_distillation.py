@@ -167,18 +167,15 @@ def test_equals_one_process(case: Case) -> None:
 MUTATIONS = {
     "weights forgotten": ("train.terms.distillation", "(row_weights * rows.losses)", "rows.losses"),
     "weights forgotten in the gradient": (
-        "train.terms.distillation", "rows.gradient.mul_(row_weights.unsqueeze(1).to(rows.gradient.dtype))",
-        "rows.gradient"),
+        "train.terms.distillation", "row_weights if wants_gradient", "torch.ones_like(row_weights) if wants_gradient"),
     "no gradient of the cross entropy": (
-        "train.terms.distillation", "slopes = -self._cross_entropy_weight", "slopes = 0 * -self._cross_entropy_weight"),
+        "train.terms.distillation", "slopes = -self._loss", "slopes = 0 * -self._loss"),
     "the teacher's rows of another chunk": (
-        "train.terms.distillation", "teacher_rows[part]", "teacher_rows.roll(1, 0)[part]"),
+        "train.terms.distillation", "head(hidden[part])", "head(hidden.roll(1, 0)[part])"),
     "temperature before a soft cap": (
-        "train.terms.distillation", "teacher_logits = teacher_head(teacher_rows[part])",
-        "teacher_logits = 1.5 * teacher_head(teacher_rows[part] / 1.5)"),
+        "train.terms.distillation", "head(hidden[part])", "1.5 * head(hidden[part] / 1.5)"),
     "the teacher's first rows, not those of targets": (
-        "train.terms.distillation", "teacher_hidden.index_select(0, targets.with_padding().rows)",
-        "teacher_hidden[: max(1, len(rows))]"),
+        "train.terms.distillation", "hidden.index_select(0, rows)", "hidden[: len(rows)]"),
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Which frozen weights of a model lie in 4 or 8 bits: linears and experts of decoder layers that adapters leave.
+"""Which frozen weights of a model lie in 4 or 8 bits: linears and experts of decoder layers that adapters leave, or of
+a model of which nothing is trained.
 
 Embeddings, head, norms, routers, indexers, depths of multi-token prediction, encoders and biases stay whole.
 """
@@ -181,8 +182,12 @@ class FrozenFeature(Feature):
                 f"{LEAST_ROWS} outputs from which on weights are packed (the most have "
                 f"{max((m.out_features for m in linears), default=0)})"
             )
-        if not any("lora_" in name for name, _ in model.named_parameters()):
-            yield "it has no LoRA adapter, and packed weights are not trained; set lora.rank, or use peft"
+        has_adapter = any("lora_" in name for name, _ in model.named_parameters())
+        if not has_adapter and any(parameter.requires_grad for parameter in model.parameters()):
+            yield (
+                "it has no LoRA adapter, and packed weights are not trained; set lora.rank, use peft, or freeze all of "
+                "a model that is not trained (requires_grad_(False))"
+            )
             return
         adapter = find_adapter(model)
         if adapter is not None and getattr(adapter.config, "use_dora", False):

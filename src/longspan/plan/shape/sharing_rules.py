@@ -19,6 +19,11 @@ class SharingRules(NamedTuple):
     against: tuple[str, ...] = ()
     length_limits: tuple[LengthLimit, ...] = ()
 
+    def with_other(self, other: "SharingRules") -> "SharingRules":
+        """Return the rules of documents that another model reads too."""
+        against = dict.fromkeys((*self.against, *other.against))
+        return SharingRules(tuple(against), tuple(sorted({*self.length_limits, *other.length_limits})))
+
 
 def read_sharing_rules(config: Any) -> SharingRules:
     """Return the rules that a configuration gives for training, in the words of a prepared model's `CallRules`.

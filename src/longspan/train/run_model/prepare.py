@@ -16,7 +16,7 @@ from longspan.config.dtypes import compute_dtype
 from longspan.config.keys import AUTO
 from longspan.config.memory_keys import form_of_config
 from longspan.config.plan_section import name_of_key
-from longspan.config.sections import RunConfig, held_out_set
+from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.host import free_host_bytes
 from longspan.layout import Layout
@@ -70,22 +70,11 @@ def check_run_model(
                 model = load_run_model(config, configuration, images=images)
                 adapted_model = _add_adapter_and_freeze(config, model, images=images)
             lines = [*adapter_notes(model)] if config.lora.rank else []
-            _check_comm_types_fit_layers(config, model)
+            check_comm_types_fit_layers(config, model)
             options = _prepare_options(config, world, model, None, training=True)
             if config.lora.rank:  # formats of frozen weights that this model cannot have are refused here too
-                options = replace(options, frozen=_frozen_form_and_saving(config, model)[0])
-            with ExitStack() as forms:
-                if images:
-                    from longspan.model.multimodal.take_apart import split_off_image_encoder_or_undo
-
-                    forms.enter_context(split_off_image_encoder_or_undo(model))
-                features = features_of(Call(model, model, world, options))
-                for feature in features:
-                    forms.enter_context(feature.checks_context(model))
-                check_model_on_this_rank(model, features)
-                for feature in features:
-                    if reason := feature.rank_error(model):
-                        raise reason
+                options = replace(options, frozen=frozen_form_and_saving(config.model, model)[0])
+            check_as_prepare_does(model, world, options, images=images)
             return lines, _sharing_rules(adapted_model, world, options)
         except LongspanError as error:
             errors.append(error)
@@ -93,6 +82,22 @@ def check_run_model(
     if errors_with_images and str(errors_with_images[0]) != str(first):
         raise type(first)(f"{first}; and with images: {errors_with_images[0]}") from first
     raise first
+
+
+def check_as_prepare_does(model: Any, world: World, options: PrepareOptions, *, images: bool = False) -> None:
+    """Refuse a model without weights that `prepare` would refuse on this rank; it is to be dropped then."""
+    with ExitStack() as forms:
+        if images:
+            from longspan.model.multimodal.take_apart import split_off_image_encoder_or_undo
+
+            forms.enter_context(split_off_image_encoder_or_undo(model))
+        features = features_of(Call(model, model, world, options))
+        for feature in features:
+            forms.enter_context(feature.checks_context(model))
+        check_model_on_this_rank(model, features)
+        for feature in features:
+            if reason := feature.rank_error(model):
+                raise reason
 
 
 def read_run_rules(config: RunConfig, world: World, configuration: PreTrainedConfig) -> SharingRules:
@@ -128,11 +133,11 @@ def prepare_run_model(
     What `memory` chose takes the place of the keys of memory. With [lora] only a new adapter is trained of the language
     model. Raises ConfigError, on every rank, where a GPU has no room, ModelError for adapters that it cannot have.
     """
-    _check_comm_types_fit_layers(config, model)
+    check_comm_types_fit_layers(config, model)
     # The warnings are about the adapter.
     with silence_warnings_of_other_ranks(world):
         adapted_model = _add_adapter_and_freeze(config, model, images=images, training=training)
-    frozen, saved = _frozen_form_and_saving(config, model) if config.lora.rank else ("whole", 0)
+    frozen, saved = frozen_form_and_saving(config.model, model) if config.lora.rank else ("whole", 0)
     options = replace(_prepare_options(config, world, model, memory, training=training), frozen=frozen)
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, training=training, saved=saved)
@@ -188,11 +193,11 @@ def _prepare_options(
     ).with_form(replace(form, float8=float8, frozen="whole"))
 
 
-def _frozen_form_and_saving(
-    config: RunConfig, model: PreTrainedModel
+def frozen_form_and_saving(
+    keys: ModelConfig, model: PreTrainedModel
 ) -> tuple[Literal["whole", "nf4", "stored"], int]:
-    """Bytes saved are those of all ranks together, 0 for whole weights."""
-    frozen = config.model.frozen
+    """Return how the frozen weights of a model lie by its keys, and the bytes that this saves all ranks together."""
+    frozen = keys.frozen
     if frozen == AUTO:
         frozen = "stored" if stored_formats(model) else "whole"
     if frozen == "whole":
@@ -200,13 +205,14 @@ def _frozen_form_and_saving(
     from longspan.model.frozen.frozen_weights import choose_formats, packed_sizes
 
     formats = choose_formats(model, frozen)
-    if not formats and config.model.frozen == AUTO:  # a tiny model may have no weight large enough
+    if not formats and keys.frozen == AUTO:  # a tiny model may have no weight large enough
         return "whole", 0
     sizes = packed_sizes(model, formats)
     return frozen, sizes.whole_bytes - sizes.packed_bytes
 
 
-def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
+def check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError for lists of types that have no type for each layer of a model."""
     layers = model.config.get_text_config().num_hidden_layers
     for section in (config.context, held_out_set(config), *config.evaluation.sets):
         choice = PlannerConfig.unpriced(section, config)

@@ -21,7 +21,7 @@ def scale_positions(
     cut_by: str = "data.max_document_tokens =",
 ) -> PreTrainedConfig:
     """Return a configuration whose positions are scaled by `model.rope_scaling` to a document of `longest` tokens, and
-    log it.
+    log it; `model` may be a teacher's keys.
 
     The given configuration is returned where nothing has to be scaled. Raises ConfigError where the document is longer
     still, with its source `origin` and `cut_by`, the key that cuts documents, as the error writes it.
@@ -42,12 +42,12 @@ def scale_positions(
     if factor > 1:
         log(
             f"rope: {kind} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
-            f"model knows {old_limit:,}, and the longest document has {longest:,}"
+            f"{model.SECTION} knows {old_limit:,}, and the longest document has {longest:,}"
         )
     elif kind:
         log(
-            f"rope: the longest document has {longest:,} tokens and the model knows {old_limit:,}: "
-            f'model.rope_scaling = "{model.rope_scaling}" changes nothing'
+            f"rope: the longest document has {longest:,} tokens and the {model.SECTION} knows {old_limit:,}: "
+            f'{model.prefix}rope_scaling = "{model.rope_scaling}" changes nothing'
         )
         scaled = configuration
     _check_positions(configuration, scaled, model, longest, origin, cut_by)
@@ -95,9 +95,10 @@ def _check_positions(
     limit = position_limit(scaled)
     if limit is not None and tokens > limit:
         scaling = f"{model.rope[0] or 'yarn'}:{smallest_scaling_factor(configuration, tokens):g}"
-        scaling_now = f' under model.rope_scaling = "{model.rope_scaling}"' if model.rope_scaling else ""
+        key = f"{model.prefix}rope_scaling"
+        scaling_now = f' under {key} = "{model.rope_scaling}"' if model.rope_scaling else ""
         raise ConfigError(
-            f"the longest document has {tokens} tokens ({origin}), and the model knows {limit} positions{scaling_now} "
-            f'(max_position_embeddings of its configuration); set model.rope_scaling = "{scaling}", or cut documents '
-            f"with {cut_by} {limit}"
+            f"the longest document has {tokens} tokens ({origin}), and the {model.SECTION} knows {limit} "
+            f"positions{scaling_now} (max_position_embeddings of its configuration); set "
+            f'{key} = "{scaling}", or cut documents with {cut_by} {limit}'
         )

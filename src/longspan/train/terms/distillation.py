@@ -1,12 +1,12 @@
 """A loss of whole distributions: a student's from those of a teacher, which runs over the same rows of the same plan.
 
-The teacher's pass of a micro-batch comes first, and the student's runs inside it, behind the teacher's last layer: what
-is left of the teacher are its last hidden states and its head, which meets the student's chunk by chunk.
+The teacher's pass of a micro-batch comes first: what is left of it are the last hidden states of rows with a target,
+and the teacher's head, which meets the student's chunk by chunk.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,17 @@ from longspan.model.kinds import score_columns
 from longspan.model.layers import architecture_name, mtp_depths, preserve_modes
 from longspan.model.marks import is_multimodal, is_pipeline
 from longspan.model.seams.call_rules import is_prepared
+from longspan.model.seams.row_loss import OutputHead
 from longspan.model.sharding import keep_parameters_whole
 from longspan.plain_text import short_text
 from longspan.plan import Plan
 from longspan.train.divergence import Divergence
 from longspan.train.log_probs import target_log_probs_and_gradient, uses_softmax_kernels
 from longspan.train.loss import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE, Head, Targets, chunked_loss
+from longspan.train.passes import Passes, Term
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
 from longspan.train.step_inputs import StepInputs, check_step_arguments
+from longspan.train.terms.agreed_loss import agree_on_loss
 
 FIGURES = ("kl", "ce", "entropy", "teacher_mass")
 
@@ -62,27 +65,15 @@ class Distillation:
         return Divergence(self.beta, self.temperature, self.top_k, self.add_tail)
 
 
-class DistillationPasses:
-    """The loss of a step's passes under a Distillation."""
+class TeacherPasses:
+    """A teacher's passes over the micro-batches of a step or an evaluation, and its logits of rows with a target."""
 
-    error: Exception | None = None
-
-    def __init__(self, loss: Distillation, plan: Plan, world: World, chunk_rows: int, scores: int) -> None:
-        """Check the loss. Raises LossError for what no distillation is made of."""
-        self.compared = (loss.beta, loss.temperature, loss.top_k, loss.add_tail, loss.cross_entropy_weight)
-        self._divergence = loss.divergence()
-        self._teacher: Any = loss.teacher
-        self._cross_entropy_weight = loss.cross_entropy_weight
+    def __init__(self, teacher: nn.Module, plan: Plan, world: World) -> None:
+        self._teacher: Any = teacher
         self._plan = plan
         self._world = world
-        self._chunk_rows = chunk_rows
-        # The teacher's last hidden states (T, D) and its head, inside its forward pass.
-        self._teacher_states: tuple[Tensor, Head] | None = None
-        self.sums = torch.zeros(len(FIGURES), dtype=torch.float64, device=world.device)
-        if scores:
-            raise LossError(
-                "a Distillation is of distributions of tokens, and the model makes scores; leave it out"
-            )
+        # The last hidden states (n, D) of a micro-batch's targets, and the teacher's head.
+        self._targets: tuple[Tensor, OutputHead] | None = None
 
     def check_models(self, inputs: StepInputs) -> None:
         """Raise LossError for models that cannot be student and teacher, and what `check_step_arguments` raises for the
@@ -110,22 +101,21 @@ class DistillationPasses:
             reason = f"the teacher {architecture_name(teacher)} makes scores, and no distribution of tokens"
         elif mtp_depths(teacher) or mtp_depths(student):
             reason = "depths of multi-token prediction have no teacher; load both models without them"
-        raise_first_error(inputs.world, None if reason is None else LossError(f"Distillation: {reason}"))
+        raise_first_error(self._world, None if reason is None else LossError(f"Distillation: {reason}"))
         check_step_arguments(teacher, inputs.plan, inputs.documents, inputs.world, backward=False)
 
-    def check_ids(self, batches: Sequence[LocalBatch]) -> None:
-        """Raise DataError, on every rank, for ids that the teacher has not; entered by all ranks."""
+    def check_ids(self, batches: Sequence[LocalBatch]) -> DataError | None:
+        """Return the error of ids of these batches that the teacher has not; None without any."""
         size = self._teacher.get_input_embeddings().num_embeddings
         largest = max(
             (int(ids.max()) for batch in batches for ids in (batch.ids, batch.labels) if len(ids)), default=0
         )
-        error = None
-        if largest >= size:
-            error = DataError(
-                f"the documents have token {largest}, and the teacher's vocabulary has {size}; student and teacher "
-                "need one tokenizer"
-            )
-        raise_first_error(self._world, error)
+        if largest < size:
+            return None
+        return DataError(
+            f"the documents have token {largest}, and the teacher's vocabulary has {size}; student and teacher need "
+            "one tokenizer"
+        )
 
     @contextmanager
     def passes_context(self) -> Iterator[None]:
@@ -139,64 +129,132 @@ class DistillationPasses:
                 else:
                     yield
             finally:
+                self.end_micro_batch()
                 reshard(self._teacher)
 
-    def run_models(self, inputs: Mapping[str, Any], run_student: Callable[[], Tensor], *, backward: bool) -> Tensor:
-        """Run the teacher over a micro-batch, with these inputs, and the student inside; returns the student's loss."""
-        losses = list[Tensor]()
+    def run(self, batch: LocalBatch, inputs: Mapping[str, Any]) -> None:
+        """Run the teacher over a micro-batch, with the model's inputs, before the student's pass."""
+        rows = to_device(target_rows(batch), self._world.device)
 
-        def row_loss(hidden: Tensor, head: Head) -> Tensor:
-            self._teacher_states = (hidden, head)
-            with torch.set_grad_enabled(backward):
-                losses.append(run_student())
-            self._teacher_states = None
-            # FSDP2 would gather the teacher for the backward pass of a loss that it returned.
+        def keep_targets(hidden: Tensor, head: OutputHead) -> Tensor:
+            self._targets = hidden.index_select(0, rows), head
             return hidden.new_zeros(())
 
         with torch.no_grad():
-            self._teacher(**inputs, row_loss=row_loss)
-        return losses[0]
+            self._teacher(**inputs, row_loss=keep_targets)
 
-    def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """Return the sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
-        assert self._teacher_states is not None, "the student runs inside its teacher's pass"
-        teacher_hidden, teacher_head = self._teacher_states
+    def _kept_targets(self) -> tuple[Tensor, OutputHead]:
+        assert self._targets is not None, "the teacher's pass comes before its student's"
+        return self._targets
+
+    @property
+    def vocabulary(self) -> int:
+        """How many columns its logits have that are formed here."""
+        return self._kept_targets()[1].vocabulary
+
+    def gather_head(self) -> None:
+        """Gather the teacher's head before the student's, which slots without targets gather too: all ranks enter."""
+        _ = self._kept_targets()[1].parameters
+
+    def logits(self, part: slice) -> Tensor:
+        """Return the logits (t, V) of some of the micro-batch's targets."""
+        hidden, head = self._kept_targets()
+        with torch.no_grad():
+            return head(hidden[part])
+
+    def end_micro_batch(self) -> None:
+        """Free what is left of the teacher's pass, and what is gathered of its head."""
+        if self._targets is not None:
+            self._targets[1].release()
+        self._targets = None
+
+
+class DistillationTerm(Term):
+    """The loss of a step under a teacher; made by all ranks together.
+
+    Raises LossError, on every rank, for what no distillation is made of, and CommError where ranks have different
+    losses.
+    """
+
+    def __init__(
+        self, loss: Distillation, divisor: float | None, inputs: StepInputs, chunk_rows: int, scores: int
+    ) -> None:
+        self._world = inputs.world
+        self._loss = loss
+        self._chunk_rows = chunk_rows
+        plan = inputs.plan
+        self._target_count = float(max(plan.targets, 1))
+        compared = (loss.beta, loss.temperature, loss.top_k, loss.add_tail, loss.cross_entropy_weight)
+
+        def make_divergence() -> tuple[Divergence, float, object]:
+            if scores:
+                raise LossError(
+                    "a Distillation is of distributions of tokens, and the model makes scores; leave it out"
+                )
+            return loss.divergence(), self._target_count, compared
+
+        self._divergence, self.divisor = agree_on_loss(make_divergence, divisor, inputs.world)
+        self._teacher = TeacherPasses(loss.teacher, plan, inputs.world)
+        self._teacher.check_models(inputs)
+        self._sums = torch.zeros(len(FIGURES), dtype=torch.float64, device=inputs.world.device)
+
+    def read(self, batches: Sequence[LocalBatch]) -> None:
+        """Raise DataError, on every rank, for ids that the teacher has not; entered by all ranks."""
+        raise_first_error(self._world, self._teacher.check_ids(batches))
+
+    def extend_passes(self, passes: Passes) -> Passes:
+        if passes.temperature != 1:
+            raise LossError(
+                f"temperature is {passes.temperature:g} beside a Distillation, which has its own for both models; give "
+                f"Distillation(…, temperature={passes.temperature:g})"
+            )
+        return replace(passes, loss_fn=self._sum_losses, divisor=self.divisor, run_before=self._teacher.run)
+
+    def passes_context(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
+        return self._teacher.passes_context()
+
+    def sums(self) -> Tensor:
+        return self._sums
+
+    def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        """Return the figures."""
+        divisors = (self.divisor, self.divisor, self._target_count, self._target_count)
+        values = zip(FIGURES, sums, divisors, strict=True)
+        return {"figures": {name: value / divisor for name, value, divisor in values}}
+
+    def _sum_losses(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+        """The sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
         rows = target_rows(batch)
         targets = Targets(to_device(rows, hidden.device), to_device(batch.labels[rows], hidden.device))
         weights = None
         if WEIGHTS in batch.values:
             weights = to_device(batch.values[WEIGHTS][rows], hidden.device)
-        teacher_rows = teacher_hidden.index_select(0, targets.with_padding().rows)
-        losses = partial(self._losses, targets, weights, teacher_rows, teacher_head)
-        chunk_rows = self._chunk_rows or rows_of_two_heads(head.vocabulary, teacher_head.vocabulary, hidden)
-        return chunked_loss(hidden, targets, losses, head, chunk_rows)
+        self._teacher.gather_head()
+        chunk_rows = self._chunk_rows or rows_of_two_heads(head.vocabulary, self._teacher.vocabulary, hidden)
+        total = chunked_loss(hidden, targets, partial(self._sum_chunk, targets, weights), head, chunk_rows)
+        self._teacher.end_micro_batch()
+        return total
 
-    def _losses(
-        self,
-        targets: Targets,
-        weights: Tensor | None,
-        teacher_rows: Tensor,
-        teacher_head: Head,
-        log_probs: Tensor,
-        part: slice,
-        logits: Tensor,
+    def _sum_chunk(
+        self, targets: Targets, weights: Tensor | None, log_probs: Tensor, part: slice, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the losses' sum and their gradient at the logits (t, V), or zeros without one; a LossOfRows."""
+        """The losses' sum and their gradient at the logits (t, V), or log-probabilities in its place where there is
+        none; a LossOfRows."""
         wants_gradient = torch.is_grad_enabled()
         with torch.no_grad():
             row_weights = torch.ones_like(log_probs) if weights is None else weights[part].to(log_probs.dtype)
-            teacher_logits = teacher_head(teacher_rows[part])
+            teacher_logits = self._teacher.logits(part)
             rows = self._divergence.compare_rows(logits, teacher_logits, row_weights if wants_gradient else None)
             del teacher_logits
             kl = (row_weights * rows.losses).sum(dtype=torch.float64)
             ce = -(row_weights * log_probs).sum(dtype=torch.float64)
-            self.sums += torch.stack([kl, ce, rows.entropies.sum().double(), rows.teacher_mass.sum().double()])
-            loss = kl + self._cross_entropy_weight * ce
+            self._sums += torch.stack([kl, ce, rows.entropies.sum().double(), rows.teacher_mass.sum().double()])
+            loss = kl + self._loss.cross_entropy_weight * ce
             gradient = rows.gradient
             if gradient is None:
                 return loss, log_probs
-            if self._cross_entropy_weight:
-                slopes = -self._cross_entropy_weight * row_weights
+            if self._loss.cross_entropy_weight:
+                slopes = -self._loss.cross_entropy_weight * row_weights
                 gradient += target_log_probs_and_gradient(logits, targets.ids[part])[1](slopes)
             return loss, gradient
 

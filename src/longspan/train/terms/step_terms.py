@@ -69,9 +69,11 @@ def step_terms(
 
         loss = configured_loss(model)
     if loss is not None or divisor is not None:
+        from longspan.train.terms.distillation import Distillation, DistillationTerm
         from longspan.train.terms.loss_term import LossTerm
 
-        terms.append(LossTerm(loss, divisor, inputs, chunk_rows, scores))
+        make_term = DistillationTerm if isinstance(loss, Distillation) else LossTerm
+        terms.append(make_term(loss, divisor, inputs, chunk_rows, scores))  # pyright: ignore[reportArgumentType]
     # They stand behind the loss: to its function they add the losses of depths.
     terms += depth_terms
     if has_routers:
