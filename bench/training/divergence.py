@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from longspan.plain_text import markdown_table
 from longspan.train.divergence import Divergence
-from longspan.train.loss import Targets, chunked_loss, cross_entropy
-from longspan.train.terms.distillation import rows_of_two_heads
+from longspan.train.loss import Targets, chunked_loss, cross_entropy, rows_of_two_heads
 
 DEVICE = torch.device("cuda")
 Gradients = tuple[Tensor, Tensor, Tensor]  # loss, and gradients of hidden rows and of the head

@@ -26,6 +26,7 @@ from longspan.data.array_files import (
 )
 from longspan.data.document import NO_TARGET
 from longspan.data.image_table import ImageTable
+from longspan.data.likeliest import Table, TableFile
 from longspan.data.manifest import PAIRS, Manifest, SourceFile, SourceFiles, read_manifest, read_record
 from longspan.data.scored_document import label_columns
 from longspan.errors import DataError
@@ -47,8 +48,9 @@ class Corpus:
     documents there are `labels` (D, L), or margins of pairs (D, 1); the score is that of the last token that is not
     `pad`. For losses of preferences `numbers` (D,) are labels (kto), or where the answer of a pair's first document
     begins (orpo), and `reference` (D,) are the log-probabilities of answers by the reference model, NaN where they are
-    not known. `unit` is how many documents stay in one step: 2 of pairs, and for losses of preferences. `rows_read`
-    counts the rows that were read in this process. Raises DataError if the folder is missing or damaged.
+    not known. `likeliest` is the file of a teacher's likeliest tokens, if a loss reads them. `unit` is how many
+    documents stay in one step: 2 of pairs, and for losses of preferences. `rows_read` counts the rows that were read in
+    this process. Raises DataError if the folder is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,6 +110,7 @@ class Corpus:
         self.rows_read: int = 0
         self.pad = -1  # no token: the last has the score
         self.reference: npt.NDArray[np.float64] | None = None
+        self.likeliest: TableFile | None = None
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
 
@@ -190,6 +193,19 @@ class Corpus:
         is_target = self._codes[self._places_of(document)][1:] != NOTHING
         return int(is_target.argmax()) if is_target.any() else len(is_target)
 
+    @property
+    def target_counts(self) -> npt.NDArray[Any]:
+        """How many tokens of each document (D,) are predicted."""
+        return self.lengths - 1 if self.targets is None else self.targets
+
+    def target_numbers(self, document: int, positions: Integers) -> Integers:
+        """Number the tokens at these positions among the targets of a document, from 0; −1 is no target."""
+        if self._codes is None:
+            return positions - 1
+        is_target = self._codes[self._places_of(document)] != NOTHING
+        is_target[:1] = False
+        return np.where(is_target, np.cumsum(is_target) - 1, -1)[positions]
+
     def _places_of(self, document: int) -> slice:
         start = int(self._offsets[document])
         return slice(start, start + int(self.lengths[document]))
@@ -246,6 +262,13 @@ class CorpusDocument:
     def part(self, start: int, stop: int, parent: int = -1, ahead: int = 0) -> Self:
         """Return tokens `start` to `stop` as a document that continues `parent`, as `Document.part` does."""
         return replace(self, start=self.start + start, length=stop - start, parent=parent, ahead=ahead)
+
+    def likeliest(self, positions: Integers) -> Table | None:
+        """Read the rows (n, k + 1) of a teacher's likeliest tokens at these positions; None where no file has them."""
+        if self.corpus.likeliest is None:
+            return None
+        targets = self.corpus.target_numbers(self.number, self._positions_in_whole(positions))
+        return self.corpus.likeliest.read(self.number, targets)
 
     def _positions_in_whole(self, positions: Any) -> Integers:
         rows = np.asarray(positions, dtype=np.int64)

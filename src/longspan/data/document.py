@@ -6,6 +6,7 @@ ids will do. A document may also have these members, which a rank calls with the
 - `labels(positions)`: (n,) the token id to predict at each position, −100 for none; by default the position's own
   token. As in Hugging Face's `labels` they are not shifted, and position 0 is never predicted.
 - `token_values(positions)`: numbers (n,) by name of the tokens at these positions. `weights` multiply losses.
+- `likeliest(positions)`: a table (n, k + 1) of a teacher's likeliest tokens (`likeliest.py`), None without one.
 - `targets`: how many positions after 0 have a label; every rank needs this number without reading the document.
 """
 
@@ -17,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from longspan.data.likeliest import Table, check_table
 from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.layout.partition import NO_TARGET
@@ -55,6 +57,7 @@ class Document:
     """
 
     ahead: int = 0  # tokens behind the last one of a shared prefix, which depths of multi-token prediction read
+    _likeliest: Table | None = None
 
     def __init__(
         self,
@@ -124,6 +127,21 @@ class Document:
         document._values = {**self._values, **self._read_values(values)}
         return document
 
+    def with_likeliest(self, table: Table) -> "Document":
+        """Return this document with a teacher's likeliest tokens, a table (n, k + 1) as `likeliest_tokens` gives it.
+
+        >>> document = document.with_likeliest(tables.of(3))  # doctest: +SKIP
+
+        A Distillation reads them in place of a teacher. Nothing is copied. Raises DataError for another table.
+        """
+        document = copy(self)
+        document._likeliest = check_table(table, len(self._ids), "token ids")
+        return document
+
+    def likeliest(self, positions: Integers) -> Table | None:
+        """Return the rows (n, k + 1) of the table of likeliest tokens at these positions; None without a table."""
+        return None if self._likeliest is None else self._likeliest[positions]
+
     def part(self, start: int, stop: int, parent: int = -1, ahead: int = 0) -> "Document":
         """Return tokens `start` to `stop` as a document that continues `parent`; arrays are views, its first token is
         predicted by none. Depths of multi-token prediction read `ahead` tokens behind them.
@@ -137,6 +155,7 @@ class Document:
         part._ids = self._ids[held]
         part._labels = self._labels[held]
         part._values = {name: value[held] if value.ndim else value for name, value in self._values.items()}
+        part._likeliest = None if self._likeliest is None else self._likeliest[held]
         return part
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:

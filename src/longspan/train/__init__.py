@@ -39,5 +39,10 @@ if TYPE_CHECKING:
         score_loss as score_loss,
         token_scores as token_scores,
     )
+    from longspan.train.terms.teacher_tables import (
+        TeacherTables as TeacherTables,
+        TokenTables as TokenTables,
+        likeliest_tokens as likeliest_tokens,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

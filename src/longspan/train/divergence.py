@@ -37,7 +37,7 @@ class RowDivergences(NamedTuple):
     gradient: Tensor | None
 
 
-class LikeliestTokens(NamedTuple):
+class LikeliestRows(NamedTuple):
     """Of rows (t,) a teacher's k likeliest tokens: ids (t, k), log-probabilities (t, k), and the log of the sum of the
     probabilities of all other tokens (t,).
     """
@@ -133,7 +133,7 @@ class Divergence:
         return RowDivergences(losses, entropies, torch.ones_like(losses), gradient)
 
     @torch.no_grad()
-    def find_likeliest(self, logits: Tensor) -> LikeliestTokens:
+    def find_likeliest(self, logits: Tensor) -> LikeliestRows:
         """Return the `top_k` likeliest tokens of logits (t, V), which are overwritten."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         likeliest, ids = logits.topk(self.top_k, dim=-1)
@@ -141,11 +141,11 @@ class Divergence:
         # The rest is summed from the other columns, never by subtraction from 1.
         log_rests, _ = _softmax_statistics(logits.scatter_(1, ids, -torch.inf), self.temperature)
         log_totals = torch.logaddexp(likeliest.logsumexp(-1), log_rests)
-        return LikeliestTokens(ids, likeliest - _column(log_totals), log_rests - log_totals)
+        return LikeliestRows(ids, likeliest - _column(log_totals), log_rests - log_totals)
 
     @torch.no_grad()
     def compare_likeliest(
-        self, student: Tensor, likeliest: LikeliestTokens, columns: int, weights: Tensor | None = None
+        self, student: Tensor, likeliest: LikeliestRows, columns: int, weights: Tensor | None = None
     ) -> RowDivergences:
         """Compute divergences of logits (t, V) from a teacher's likeliest tokens, over the first `columns` columns, as
         `compare_rows` does with `top_k`. The logits are changed, and restored.

@@ -174,6 +174,19 @@ def rows_per_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row_bytes)
 
 
+def rows_of_two_heads(student_columns: int, teacher_columns: int, hidden: Tensor) -> int:
+    """Return how many rows' logits of both models are formed at a time: with what is computed from them they fit half
+    of a chunk's bytes, which takes hardly longer.
+    """
+    device = hidden.device.type
+    size, wide = hidden.dtype.itemsize, max(4, hidden.dtype.itemsize)
+    # Logits and two gradients of the student, and the teacher's logits; without kernels wide copies too.
+    row_bytes = (3 * student_columns + teacher_columns) * size
+    if not uses_softmax_kernels(hidden.dtype, device):
+        row_bytes += (student_columns + teacher_columns) * wide
+    return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // 2 // row_bytes)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """The sum of `chunked_loss` for autograd: forward computes all gradients of hidden states and head, backward scales
     them.

@@ -50,10 +50,12 @@ class Term:
     `step_terms` makes and checks the terms of a step. All ranks have the same terms and call them in one order: `read`
     (or, of an evaluation, `read_portion`), `extend_passes`, `passes_context` with `prepare_passes` inside,
     `raise_error`, `sums`, `results`. A term lives for one step, and keeps what it counts in itself. `depths` is how
-    many depths of multi-token prediction it runs.
+    many depths of multi-token prediction it runs, `likeliest` how many of a teacher's likeliest tokens it reads of each
+    target.
     """
 
     depths = 0
+    likeliest = 0
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
         """Read what the term needs of a whole step, whose batches have been read; entered by all ranks."""
@@ -178,12 +180,13 @@ def read_step_batches(inputs: StepInputs, terms: Sequence[Term], temperature: fl
     every rank, where any rank cannot read, and CommError where ranks hold different plans or temperatures.
     """
     depths = sum(term.depths for term in terms)
+    likeliest = sum(term.likeliest for term in terms)
     plan = inputs.plan
     inputs = bring_gathered_rows(inputs, depths)
     digest = text_digest(f"{plan.digest()} {float(temperature)}")
     # One message tells that plans are the same and that every rank could read its rows.
     batches = read_and_compare_digest(
-        lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
+        lambda: read_micro_batches(inputs, plan.micro_batches, depths, likeliest), digest, inputs.world, hint=_HINT
     )
     for term in terms:
         term.read(batches)

@@ -1,6 +1,7 @@
 """A student under a teacher equals one process in float64 under any plan: loss, every gradient, figures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,14 +17,15 @@ from longspan.errors import LongspanError
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
-from longspan.train import Distillation
+from longspan.train import Distillation, Document, share_prefixes
 from longspan.train.divergence import Divergence
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.stock import SIZES, error, gradients_of, prepare_untried, random_model
 from tests.mutation import mutated
+from tests.train.own_loss import test_families as families
 from tests.train.own_loss.dense import LENGTHS, Answer, documents_of, targets_of
-from tests.train.steps.test_divergence import reference
+from tests.train.steps.test_divergence import reference, reference_of_tables
 
 TARGETS, VOCABULARY = targets_of(documents_of()), 62
 TEACHER_VOCABULARY = 70
@@ -44,13 +46,32 @@ def dynamic(rows: int, mode: Any = "lockstep") -> Callable[[Layout], Plan]:
 class Case:
     name: str
     home: Layout
-    plan: Callable[[Layout], Plan] = field(compare=False)
+    plan: Callable[..., Plan] = field(compare=False)
     student: str = "qwen3"
     teacher: str = "llama"
     chunk: int = 0
     options: tuple[tuple[str, Any], ...] = ()
     settings: dict[str, Any] = field(default_factory=lambda: WHOLE, compare=False)
     whole: bool = False  # of the whole table
+    shares: bool = False  # whether documents share prefixes
+
+    def documents(self) -> list[Document]:
+        return families.documents_of(VOCABULARY - 1) if self.shares else documents_of()
+
+    def casts(self) -> AbstractContextManager[None]:
+        """Models are made inside: theirs are tables of rotary positions."""
+        if not self.shares:
+            return nullcontext()
+        model_of(self.student), teacher_of(self.teacher)  # imports their modules, which are patched
+        return families.casts_in_float64()
+
+    def planned(self, documents: Sequence[Any]) -> tuple[Sequence[Any], Plan]:
+        """The documents as the plan has them, and the plan."""
+        if not self.shares:
+            return documents, self.plan(self.home)
+        shared = share_prefixes(documents, least_rows=3)
+        assert max(shared.parents) >= 0
+        return shared, self.plan(self.home, shared)
 
 
 CAPPED = Case("experts, a capped teacher", Layout(2), fixed(2, 24), "qwen3-moe", "gemma3", chunk=4, whole=True)
@@ -65,7 +86,11 @@ CASES = [
     Case("free, copies", Layout(2), dynamic(24, "free"), options=(("shard_parameters", False),), whole=True),
     Case("tp 2", Layout(2, tp=2), fixed(1, 40), whole=True),
     CAPPED,
+    Case("shared prefixes", Layout(2), families.fixed(2, 60), shares=True),
+    Case("shared prefixes, dynamic", Layout(2), families.dynamic(55), settings=LIKELIEST, shares=True, whole=True),
     Case("cp 3", Layout(3), fixed(3, 24), whole=True),
+    Case("cp 4, all-to-all around a ring", Layout(4), fixed(
+        4, 24, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=2), settings=REVERSE, whole=True),
     Case("cp 4", Layout(4), fixed(4, 16), chunk=2, whole=True),
     Case("dynamic, replicas", Layout(4, dp_replicate=2), dynamic(16), settings=LIKELIEST, whole=True),
     Case("experts, ep 2, tp 2", Layout(4, tp=2, ep=2), dynamic(24), "qwen3-moe", "qwen3-moe", whole=True),
@@ -90,14 +115,19 @@ def teacher_of(family: str) -> Any:
     return model.requires_grad_(False)
 
 
-def dense(case: Case) -> tuple[Answer, dict[str, float]]:
-    """Documents one by one, in one graph."""
+def dense(case: Case, documents: Sequence[Document], tables: Sequence[Any] = ()) -> tuple[Answer, dict[str, float]]:
+    """Documents one by one, in one graph; the teacher's distributions are those of its tables, if there are some."""
+    with case.casts():
+        return _dense(case, documents, tables)
+
+
+def _dense(case: Case, documents: Sequence[Document], tables: Sequence[Any]) -> tuple[Answer, dict[str, float]]:
     student, teacher = model_of(case.student), teacher_of(case.teacher)
     settings = dict(case.settings)
     weight = settings.pop("cross_entropy_weight", 0.0)
     divergence = Divergence(**settings)
     parts = list[Tensor]()
-    for document in documents_of():
+    for number, document in enumerate(documents):
         positions = np.arange(len(document))
         ids, labels = (torch.from_numpy(x) for x in (document[positions], document.labels(positions)))
         rows = torch.nonzero(labels[1:] != -100).squeeze(1)
@@ -109,8 +139,12 @@ def dense(case: Case) -> tuple[Answer, dict[str, float]]:
         entropies = -(log_p.exp() * log_p).sum(-1)
         mass = of_q.exp().topk(divergence.top_k or columns).values.sum(-1)
         kl = reference(p, q, divergence)
+        if tables:
+            table = tables[number][(rows + 1).numpy()]
+            kl = reference_of_tables(p, table, columns, divergence)
+            mass = torch.from_numpy(np.exp(table["log_prob"][:, :-1].astype("float64")).sum(-1))
         parts.append(torch.stack([(weights * kl).sum(), (weights * ce).sum(), entropies.sum(), mass.sum()]))
-    values = torch.stack(parts).sum(0) / TARGETS
+    values = torch.stack(parts).sum(0) / sum(document.targets for document in documents)
     student.zero_grad()
     loss = values[0] + weight * values[1]
     loss.backward()
@@ -124,12 +158,10 @@ def errors_of(case: Case, world: World, wanted: tuple[Answer, dict[str, float]])
     student = prepare_untried(model_of(case.student), world, **dict(case.options))
     teacher = prepare_untried(teacher_of(case.teacher), world)
     answer, figures = wanted
-    loss, plan = Distillation(teacher, **case.settings), case.plan(case.home)
+    loss, (documents, plan) = Distillation(teacher, **case.settings), case.planned(case.documents())
     found = dict[str, float]()
     for backward in (True, False):
-        result = run_step(
-            student, plan, documents_of(), world, loss=loss, loss_chunk_rows=case.chunk, backward=backward
-        )
+        result = run_step(student, plan, documents, world, loss=loss, loss_chunk_rows=case.chunk, backward=backward)
         found[f"loss, backward {backward}"] = abs(result.loss / answer.loss - 1)
         found |= {f"{n}, backward {backward}": abs(result.figures[n] / x - 1) for n, x in figures.items()}
     gradients = gradients_of(student)
@@ -145,14 +177,16 @@ def cases_of(ranks: int, whole: bool) -> list[Case]:
 def compare(rank: int, ranks: int, whole: bool, wanted: list[Any]) -> dict[str, dict[str, float]]:
     found = dict[str, dict[str, float]]()
     for case, of_case in zip(cases_of(ranks, whole), wanted, strict=True):
-        with World(case.home, backend=backend(), timeout=60) as world:
+        with World(case.home, backend=backend(), timeout=60) as world, case.casts():
             found[case.name] = errors_of(case, world, of_case)
     return found
 
 
 @cache
 def results(ranks: int, whole: bool) -> list[dict[str, dict[str, float]]]:
-    return run_ranks(compare, ranks, ranks, whole, [dense(case) for case in cases_of(ranks, whole)], timeout=240)
+    return run_ranks(
+        compare, ranks, ranks, whole, [dense(case, case.documents()) for case in cases_of(ranks, whole)], timeout=240
+    )
 
 
 ROWS = [pytest.param(case, id=case.name, marks=[pytest.mark.whole] * case.whole) for case in CASES]
@@ -181,7 +215,7 @@ MUTATIONS = {
 
 def notice(rank: int) -> dict[str, bool]:
     case, noticed = CAPPED, dict[str, bool]()
-    wanted = dense(case)
+    wanted = dense(case, case.documents())
     with World(case.home, backend=backend(), timeout=60) as world:
         noticed["nothing"] = max(errors_of(case, world, wanted).values()) > 1e-9
         for name, change in MUTATIONS.items():

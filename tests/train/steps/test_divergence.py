@@ -51,6 +51,18 @@ def reference(student: Tensor, teacher: Tensor, settings: Divergence) -> Tensor:
     return _jsd(p.log(), q.log(), settings.beta)
 
 
+def reference_of_tables(student: Tensor, table: Any, vocabulary: int, settings: Divergence) -> Tensor:
+    """Rows' divergences (t,) from a teacher's likeliest tokens, a table (t, k + 1), in one graph, by definition."""
+    p = (student[:, :vocabulary] / settings.temperature).softmax(-1)
+    ids = torch.from_numpy(table["id"][:, :-1].astype("int64"))
+    q = torch.from_numpy(table["log_prob"].astype("float64")).exp()
+    rest = (p * torch.ones_like(p).scatter(1, ids, 0.0)).sum(-1, keepdim=True)
+    p = torch.cat([p.gather(1, ids), rest], 1)
+    if not settings.add_tail:
+        p, q = (F.normalize(x[:, :-1], p=1, dim=-1) for x in (p, q))
+    return _jsd(p.log(), q.log(), settings.beta)
+
+
 def _errors(settings: Divergence, wanted: Tensor, student: Tensor, teacher: Tensor) -> float:
     """The larger relative error of the sum of weighted rows and of its gradient."""
     weights = torch.linspace(0.5, 2, ROWS, dtype=torch.float64)

@@ -18,6 +18,7 @@ import torch
 from longspan.comm import World
 from longspan.comm.all_ranks import on_all_ranks, result_or_first_error
 from longspan.data.document import NO_TARGET, Labelled, Valued
+from longspan.data.likeliest import Table, table_numbers, table_of_numbers
 from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Exchange, Integers, Partition
 from longspan.plain_text import excerpt, short_text
@@ -141,6 +142,19 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
 
         Raises DataError for rows that are not on this rank, IndexError for positions outside the document.
         """
+        return self._rows_here.columns[self._places(document, positions), self.names.index(column)]
+
+    def read_table(self, document: int, positions: Any) -> Table | None:
+        """Return the table (n, k + 1) of a teacher's likeliest tokens at these positions, None without one; it raises
+        what `read_column` does.
+        """
+        columns = [i for i, name in enumerate(self.names) if name.startswith(_ENTRY)]
+        if not columns:
+            return None
+        # By their names they are the last columns.
+        return table_of_numbers(self._rows_here.columns[self._places(document, positions), columns[0] :])
+
+    def _places(self, document: int, positions: Any) -> Integers:
         length = int(self._facts.lengths[document])
         local_rows = self._rows_here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
@@ -157,7 +171,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
                 f"{plural(len(self.local), 'document')} of {len(self)}; run_step brings rows to the ranks that compute "
                 "them, and in a loop of one's own documents.rows_under(plan) does"
             )
-        return local_rows.columns[places, self.names.index(column)]
+        return places
 
 
 class GatheredDocument:
@@ -191,14 +205,18 @@ class GatheredDocument:
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
         """Return the numbers (n,) that came with the document, by name; weights only if this document brought some."""
-        left_out = {IDS, LABELS} if self._facts["weighted"] else {IDS, LABELS, number_column(WEIGHTS)}
+        left_out = set() if self._facts["weighted"] else {number_column(WEIGHTS)}
         read_column = self._documents.read_column
         # Names without the dot of `number_column`; numbers travel as the bits of float64.
         return {
             name[1:]: read_column(name, self._number, positions).view(np.float64)
             for name in self._documents.names
-            if name not in left_out
+            if name.startswith(".") and name not in left_out
         }
+
+    def likeliest(self, positions: Integers) -> Table | None:
+        """Return the rows (n, k + 1) of the table of likeliest tokens that came with the document; None without one."""
+        return self._documents.read_table(self._number, positions)
 
 
 # ---- columns, and runs of rows
@@ -207,6 +225,9 @@ class GatheredDocument:
 def number_column(name: str) -> str:
     """Return the name of a column of numbers: with a dot, so that numbers may be called "ids" or "labels" too."""
     return f".{name}"
+
+
+_ENTRY = ":"  # begins the names of the columns of a table of likeliest tokens
 
 
 def _one_run(start: int, stop: int) -> Integers:
@@ -355,7 +376,17 @@ class _ReadDocuments:
             number_column(name): np.asarray(value, dtype=np.float64).view(np.int64)
             for name, value in values.items()
         }
-        self._documents.append(columns | bits)
+        read_table = getattr(document, "likeliest", None)
+        table = None if read_table is None else read_table(positions)
+        # Names of as many digits are in the order of the table's columns.
+        numbers = [] if table is None else table_numbers(table).T
+        entries = {f"{_ENTRY}{i:06d}": column for i, column in enumerate(numbers)}
+        if self._documents and len(entries) != (first := sum(name[0] == _ENTRY for name in self._documents[0])):
+            raise DataError(
+                f"document {number} has {max(0, len(entries) - 1)} likeliest tokens of a teacher and document 0 has "
+                f"{max(0, first - 1)}; give all documents of a step tables of as many, or none"
+            )
+        self._documents.append(columns | bits | entries)
 
     def make_share(self) -> _Share:
         """Return what the others learn of these documents.
@@ -417,9 +448,10 @@ def _check_shares(shares: Mapping[int, _Share]) -> None:
         lacking = [rank for rank, share in having if name not in share.names]
         if lacking:
             bringing = [rank for rank, share in having if name in share.names]
+            noun = "more of a teacher's likeliest tokens" if name.startswith(_ENTRY) else repr(name[1:])
             raise on_all_ranks(
                 DataError(
-                    f"documents of ranks {excerpt(bringing)} have {name[1:]!r} and those of ranks {excerpt(lacking)} "
+                    f"documents of ranks {excerpt(bringing)} have {noun} and those of ranks {excerpt(lacking)} "
                     "have not; give the documents of a step the same values, 0 where they do not matter"
                 )
             )

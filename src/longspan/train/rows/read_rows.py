@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longspan.comm import SequenceShard, World, bind
 from longspan.data.document import NO_TARGET, Labelled, Valued
+from longspan.data.likeliest import ENTRY, REST, Table
 from longspan.errors import DataError
 from longspan.layout import Integers
 from longspan.model.layers import vocabulary_size
@@ -37,7 +38,8 @@ class LocalBatch(NamedTuple):
     `values` (T,) by name are the numbers that documents bring for the tokens that are predicted (`document.py`), if any
     document on this rank has some. `deeper` are the same rows for each depth of multi-token prediction: at depth d, row
     t holds the id of token t + d and the label and values of token t + d + 1. `positions` (n, T) are those that
-    documents bring in several parts, None if they are the shard's.
+    documents bring in several parts, None if they are the shard's. `likeliest` (T, k + 1) are a teacher's likeliest
+    tokens for the tokens that are predicted (`likeliest.py`), None where no loss reads them.
     """
 
     shard: SequenceShard
@@ -46,6 +48,7 @@ class LocalBatch(NamedTuple):
     values: dict[str, npt.NDArray[np.float64]]
     deeper: tuple["LocalBatch", ...] = ()
     positions: Integers | None = None
+    likeliest: Table | None = None
 
 
 def read_inputs_and_labels(
@@ -97,13 +100,17 @@ def read_rows(
     items: "ItemTable | None" = None,
     names: NamesOfValues | None = None,
     depths: int = 0,
+    likeliest: int = 0,
 ) -> LocalBatch:
     """Read a rank's rows of one micro-batch, whose shard has its padding: token ids, labels and values.
 
     `names` are shared by all micro-batches of a step, whose documents must bring values of the same names. `depths` of
-    multi-token prediction get rows of their own (`LocalBatch.deeper`).
+    multi-token prediction get rows of their own (`LocalBatch.deeper`). So many `likeliest` tokens of a teacher's are
+    read with them, which the documents then must have.
     """
     batch, *deeper = (_padding_rows(shard) for _ in range(depths + 1))
+    if likeliest:
+        batch = batch._replace(likeliest=np.zeros((shard.local_rows, likeliest + 1), ENTRY))
     reader = _Reader(documents, vocabulary, items, names or NamesOfValues(), (batch, *deeper))
     for shard_part in shard.parts:
         if shard_part.index < 0:  # padding
@@ -174,6 +181,10 @@ class _Reader:
             self._check_vocabulary(document, ids_or_0, next_positions, "the label")
         values = source.token_values(next_positions) if isinstance(source, Valued) else {}
         self.names.check_values(document, values, next_positions)
+        if (tables := self.at_depth[0].likeliest) is not None:
+            count = min(stop - start, len(next_positions))
+            is_target = labels[:count] != NO_TARGET
+            tables[row : row + count] = _read_table(document, source, next_positions[:count], is_target, tables)
         for depth, batch in enumerate(self.at_depth):
             ahead = slice(depth, depth + stop - start)
             ids = tokens[ahead]
@@ -197,6 +208,27 @@ class _Reader:
             )
 
 
+def _read_table(
+    document: int, source: Any, positions: Integers, is_target: npt.NDArray[np.bool_], tables: Table
+) -> Table:
+    read = getattr(source, "likeliest", None)
+    table = None if read is None else read(positions)
+    tokens = tables.shape[1] - 1
+    if table is None or np.shape(table) != (len(positions), tokens + 1):
+        form = "has no table" if table is None else f"has a table of {np.shape(table)[-1] - 1}"
+        raise DataError(
+            f"document {document} {form} of a teacher's likeliest tokens, and the loss compares {tokens} of each "
+            "target; give document.with_likeliest(likeliest_tokens(teacher, …).of(number))"
+        )
+    missing = is_target & (table["id"][:, -1] != REST)
+    if missing.any():
+        raise DataError(
+            f"document {document} has no likeliest tokens for the target at position {positions[missing.argmax()]}; "
+            "they were computed with other labels: compute them again with these"
+        )
+    return table
+
+
 def check_integers(document: int, values: npt.NDArray[Any], positions: Integers, rule: str) -> None:
     """Raise DataError for values that are no integers, one for each position; `rule` says in the error what they should
     be.
@@ -209,7 +241,7 @@ def check_integers(document: int, values: npt.NDArray[Any], positions: Integers,
 
 
 def read_micro_batches(
-    inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0
+    inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0, likeliest: int = 0
 ) -> list[LocalBatch]:
     """Read this rank's rows of some micro-batches of the plan, without the other ranks; middle stages read no tokens.
 
@@ -233,7 +265,9 @@ def read_micro_batches(
         shard = bind(micro_batch, world).with_padding(multiple=plan.row_multiple)
         if rules.prefix or rules.in_spans:
             shard = bind_spans(shard, rules, documents, items)
-        batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
+        batch = _padding_rows(shard)
+        if reads:
+            batch = read_rows(documents, shard, vocabulary, items, names, depths, likeliest)
         if positions_of is not None:
             batch = batch._replace(positions=read_own_positions(positions_of, shard))
         batches.append(batch)

@@ -24,13 +24,14 @@ from longspan.model.seams.row_loss import OutputHead
 from longspan.model.sharding import keep_parameters_whole
 from longspan.plain_text import short_text
 from longspan.plan import Plan
-from longspan.train.divergence import Divergence
-from longspan.train.log_probs import target_log_probs_and_gradient, uses_softmax_kernels
-from longspan.train.loss import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE, Head, Targets, chunked_loss
+from longspan.train.divergence import Divergence, RowDivergences
+from longspan.train.log_probs import target_log_probs_and_gradient
+from longspan.train.loss import Head, Targets, chunked_loss, rows_of_two_heads
 from longspan.train.passes import Passes, Term
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
 from longspan.train.step_inputs import StepInputs, check_step_arguments
 from longspan.train.terms.agreed_loss import agree_on_loss
+from longspan.train.terms.teacher_tables import TableComparison, TeacherTables
 
 FIGURES = ("kl", "ce", "entropy", "teacher_mass")
 
@@ -42,7 +43,8 @@ class Distillation:
     >>> teacher = longspan.prepare(load_model("Qwen/Qwen3-32B").requires_grad_(False), world)
     >>> run_step(student, plan, documents, world, optimizer, loss=Distillation(teacher, beta=0.5))
 
-    `teacher` is a prepared model of which nothing is trained, in the student's world. The step's loss is the sum over
+    `teacher` is a prepared model of which nothing is trained, in the student's world, or the `TeacherTables` of tables
+    that documents carry (`likeliest_tokens`). The step's loss is the sum over
     targets of weight · (D + cross_entropy_weight · cross entropy), divided by `divisor=` (None: the plan's targets).
     `beta`, `temperature`, `top_k` and `add_tail` choose the divergence D as TRL's `DistillationConfig` does (see
     docs/losses.md); the cross entropy is at temperature 1. `StepResult.figures` has `kl` and `ce`, divided as the loss
@@ -50,7 +52,7 @@ class Distillation:
     distribution that is compared token by token.
     """
 
-    teacher: nn.Module
+    teacher: nn.Module | TeacherTables
     beta: float = 1.0
     temperature: float = 1.0
     top_k: int = 0
@@ -63,6 +65,9 @@ class Distillation:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
             raise LossError(f"cross_entropy_weight is {short_text(weight)}; give 0 or a positive number")
         return Divergence(self.beta, self.temperature, self.top_k, self.add_tail)
+
+    def keep_rows(self, batch: LocalBatch, part: slice, rows: RowDivergences) -> None:
+        """Look at the divergences of some of a micro-batch's targets, in a class of one's own."""
 
 
 class TeacherPasses:
@@ -156,6 +161,12 @@ class TeacherPasses:
         """Gather the teacher's head before the student's, which slots without targets gather too: all ranks enter."""
         _ = self._kept_targets()[1].parameters
 
+    def compare(
+        self, divergence: Divergence, logits: Tensor, part: slice, weights: Tensor | None
+    ) -> RowDivergences:
+        """Compare the student's logits (t, V) of some of the micro-batch's targets with the teacher's."""
+        return divergence.compare_rows(logits, self.logits(part), weights)
+
     def logits(self, part: slice) -> Tensor:
         """Return the logits (t, V) of some of the micro-batch's targets."""
         hidden, head = self._kept_targets()
@@ -191,10 +202,17 @@ class DistillationTerm(Term):
                 raise LossError(
                     "a Distillation is of distributions of tokens, and the model makes scores; leave it out"
                 )
+            if isinstance(loss.teacher, TeacherTables):
+                loss.teacher.check_settings(loss.top_k, loss.temperature)
             return loss.divergence(), self._target_count, compared
 
         self._divergence, self.divisor = agree_on_loss(make_divergence, divisor, inputs.world)
-        self._teacher = TeacherPasses(loss.teacher, plan, inputs.world)
+        self._teacher: TeacherPasses | TableComparison
+        if isinstance(loss.teacher, TeacherTables):
+            self.likeliest = loss.top_k
+            self._teacher = TableComparison(loss.teacher)
+        else:
+            self._teacher = TeacherPasses(loss.teacher, plan, inputs.world)
         self._teacher.check_models(inputs)
         self._sums = torch.zeros(len(FIGURES), dtype=torch.float64, device=inputs.world.device)
 
@@ -231,21 +249,26 @@ class DistillationTerm(Term):
             weights = to_device(batch.values[WEIGHTS][rows], hidden.device)
         self._teacher.gather_head()
         chunk_rows = self._chunk_rows or rows_of_two_heads(head.vocabulary, self._teacher.vocabulary, hidden)
-        total = chunked_loss(hidden, targets, partial(self._sum_chunk, targets, weights), head, chunk_rows)
+        total = chunked_loss(hidden, targets, partial(self._sum_chunk, batch, targets, weights), head, chunk_rows)
         self._teacher.end_micro_batch()
         return total
 
     def _sum_chunk(
-        self, targets: Targets, weights: Tensor | None, log_probs: Tensor, part: slice, logits: Tensor
+        self,
+        batch: LocalBatch,
+        targets: Targets,
+        weights: Tensor | None,
+        log_probs: Tensor,
+        part: slice,
+        logits: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The losses' sum and their gradient at the logits (t, V), or log-probabilities in its place where there is
         none; a LossOfRows."""
         wants_gradient = torch.is_grad_enabled()
         with torch.no_grad():
             row_weights = torch.ones_like(log_probs) if weights is None else weights[part].to(log_probs.dtype)
-            teacher_logits = self._teacher.logits(part)
-            rows = self._divergence.compare_rows(logits, teacher_logits, row_weights if wants_gradient else None)
-            del teacher_logits
+            rows = self._teacher.compare(self._divergence, logits, part, row_weights if wants_gradient else None)
+            self._loss.keep_rows(batch, part, rows)
             kl = (row_weights * rows.losses).sum(dtype=torch.float64)
             ce = -(row_weights * log_probs).sum(dtype=torch.float64)
             self._sums += torch.stack([kl, ce, rows.entropies.sum().double(), rows.teacher_mass.sum().double()])
@@ -257,16 +280,3 @@ class DistillationTerm(Term):
                 slopes = -self._loss.cross_entropy_weight * row_weights
                 gradient += target_log_probs_and_gradient(logits, targets.ids[part])[1](slopes)
             return loss, gradient
-
-
-def rows_of_two_heads(student_columns: int, teacher_columns: int, hidden: Tensor) -> int:
-    """Return how many rows' logits of both models are formed at a time: with what is computed from them they fit half
-    of a chunk's bytes, which takes hardly longer.
-    """
-    device = hidden.device.type
-    size, wide = hidden.dtype.itemsize, max(4, hidden.dtype.itemsize)
-    # Logits and two gradients of the student, and the teacher's logits; without kernels wide copies too.
-    row_bytes = (3 * student_columns + teacher_columns) * size
-    if not uses_softmax_kernels(hidden.dtype, device):
-        row_bytes += (student_columns + teacher_columns) * wide
-    return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // 2 // row_bytes)
