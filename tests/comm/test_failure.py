@@ -4,12 +4,15 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from longspan.comm import failure_reports, rendezvous, watch as answering
+from longspan.comm import failure_reports, process_groups, rendezvous, watch as answering
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.comm.world import World
@@ -388,3 +391,82 @@ def test_a_first_message_is_named_soon_after_the_limit(capfd: pytest.CaptureFixt
     said = re.search(r"'a first message' of step 0 .* on rank 2 after ([\d.]+) s \(limit 2 s\): (.*)", text)
     assert said is not None and float(said[1]) < 20, text
     assert "rank 1 is computing in step 0" in said[2], text
+
+
+SERVE = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def killed_store(connect: Callable[[dist.Store], object]) -> Iterator[None]:
+    """A store of another process, which stands still once it is connected to, and is killed after the body."""
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            connect(dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)))
+            server.send_signal(signal.SIGSTOP)
+            yield
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    ("limited", "lines"), [(True, 0), pytest.param(False, 1, marks=pytest.mark.whole)], ids=["longspan", "torch"]
+)
+def test_a_store_that_is_killed_while_it_is_asked_leaves_no_frames(
+    limited: bool, lines: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stores, errors = list[Any](), list[Exception]()
+
+    def ask() -> None:
+        try:
+            stores[0].check(["news"])
+        except RuntimeError as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    with killed_store(lambda store: stores.append(rendezvous.LimitedStore(store) if limited else store)):
+        asking.start()
+        time.sleep(0.5)
+    asking.join(10)
+    assert len(errors) == 1 and "onnection" in str(errors[0])
+    assert capfd.readouterr().err.count("recvValue failed") == lines
+    assert rendezvous._torch_log_level().value == rendezvous._WARNING
+
+
+def test_nccl_asks_no_store_each_second_unless_the_user_wants_its_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str | None]()
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(process_groups._DUMP)))
+    monkeypatch.delenv(process_groups._DUMP, raising=False)
+    place = rendezvous.Place(0, 1, 0, "", "")
+    process_groups.init_default_group(place, HashStore(), "nccl", 5.0)
+    assert process_groups._DUMP not in os.environ
+    monkeypatch.setenv(process_groups._DUMP, "1")
+    process_groups.init_default_group(place, HashStore(), "nccl", 5.0)
+    assert seen == ["0", "1"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dumps", "noisy"), [(None, False), ("1", True)])
+def test_an_nccl_group_whose_store_is_gone_writes_no_frames(
+    dumps: str | None, noisy: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, for torch's first NCCL group alone asks the store."""
+    if dumps:
+        monkeypatch.setenv(process_groups._DUMP, dumps)
+    run_ranks(ask_through_nccl, 1)
+    assert ("recvValue failed" in capfd.readouterr().err) == noisy
+
+
+def ask_through_nccl(rank: int) -> None:
+    def connect(store: dist.Store) -> None:
+        process_groups.init_default_group(rendezvous.Place(0, 1, 0, "", ""), store, "nccl", 30.0)
+
+    with killed_store(connect):
+        pass
+    time.sleep(4)

@@ -199,6 +199,7 @@ class CommunicatorChoice:
 CONNECTIONS = 10
 OTHER_FILES = 256
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+_DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
 def raise_open_file_limit(size: int) -> None:
@@ -215,8 +216,11 @@ def init_default_group(place: Place, store: Store, backend: str, timeout: float)
     """Make torch's default group of all processes of a launch, which have all come; raise CommError where they do not
     connect.
     """
+    # torch's NCCL group asks the store each second whether a rank wants traces dumped, and writes 25 lines of frames
+    # each second once the store is gone. Reports of failures are longspan's own.
+    no_questions = temporary_variables({_DUMP: os.environ.get(_DUMP, "0")})
     try:
-        with defer_connections():  # longspan itself sends nothing over it
+        with defer_connections(), no_questions:  # longspan itself sends nothing over it
             dist.init_process_group(
                 backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout)
             )

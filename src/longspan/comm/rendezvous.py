@@ -3,15 +3,19 @@
 Which processes these are is decided by `world`, which reads torchrun's variables.
 """
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, Store
 
@@ -217,9 +221,51 @@ class LimitedStore:
 
 def _fulfil(future: Future[T], request: Callable[[], T]) -> None:
     try:
-        future.set_result(request())
+        with _no_warnings_of_torch():
+            result = request()
     except BaseException as error:
         future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+_WARNING = 1  # a level of torch's C++ log
+_ERROR = 2
+_level_lock = threading.Lock()
+_open_requests = 0
+_level_before = _WARNING
+
+
+@contextmanager
+def _no_warnings_of_torch() -> Iterator[None]:
+    """Leave out warnings of torch's C++ code while requests are open; a level that the user has set stays.
+
+    Where a store ends with a request on its way, as that of a launcher that is killed, torch writes 25 lines of frames
+    ("recvValue failed"), for which it has no switch at run time (2.11 to 2.15); an error follows that says it in words.
+    """
+    global _level_before, _open_requests
+    level = _torch_log_level()
+    with _level_lock:
+        if not _open_requests:
+            _level_before = level.value
+            level.value = _ERROR if level.value == _WARNING else level.value
+        _open_requests += 1
+    try:
+        yield
+    finally:
+        with _level_lock:
+            _open_requests -= 1
+            if not _open_requests:
+                level.value = _level_before
+
+
+@cache
+def _torch_log_level() -> ctypes.c_int:
+    """The level from which on torch's C++ code writes, or an idle number where this torch has none of that name."""
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    with suppress(OSError, ValueError):
+        return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+    return ctypes.c_int(0)
 
 
 def clone_store_connection(store: Store) -> Store:
