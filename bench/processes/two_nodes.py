@@ -16,7 +16,9 @@ exit status is that of the node that fails first. Ctrl-C is passed on to all ran
 """
 
 import argparse
+import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -31,12 +33,14 @@ from bench.processes.node_network import NodeNetwork, enter_namespace, is_inside
 
 GRACE_SECONDS = 60.0  # that the other nodes have to report, once one has failed or a signal was passed on
 SAME_PRESS = 1.0  # seconds: signals that come this close are one
+FLAGS_VARIABLE = "LONGSPAN_TWO_NODES"  # in the environment of a command: what the call of bench/two_nodes.sh had
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
+    os.environ[FLAGS_VARIABLE] = shlex.join(arguments)
     try:
         words = torchrun_words(options.command)
         nodes = Nodes.on_this_machine(options.nodes, options.ranks, cpu=options.cpu, same_gpus=options.same_gpus)
