@@ -35,7 +35,7 @@ from longspan.layout import Layout
 from longspan.model.exactness.trials import compute_in_float64
 from longspan.model.seams import entries
 from longspan.model.seams.attention_calls import IMPLEMENTATION
-from longspan.model.seams.chosen_keys import index_scores, pools
+from longspan.model.seams.chosen_keys import blocks, index_scores, pools
 from longspan.model.seams.chosen_keys.indexers import shard_indexers
 from longspan.model.seams.entries import shard_entry_modules
 from longspan.model.seams.running_layer import forward_with_running_layer
@@ -216,8 +216,9 @@ def check(layer: Layer, kernels: list[str | None]) -> dict[str, float]:
     with layer.choosing() as kept:
         found = {str(kernel): layer.gradients(layer.module, kernel, torch.bfloat16) for kernel in kernels}
     chosen = kept[0]
-    by_product = [patch.object(module, "can_score", lambda q: False) for module in (pools, index_scores)]
-    with by_product[0], by_product[1], layer.choosing() as by_class, torch.no_grad():
+    with ExitStack() as by_product, layer.choosing() as by_class, torch.no_grad():
+        for module in (blocks, index_scores, pools):
+            by_product.enter_context(patch.object(module, "can_score", lambda q: False))
         layer.forward(layer.module, layer.hidden, None)
     layer.module.double()
     arguments = layer.arguments

@@ -103,13 +103,38 @@ def wrong_choices_of_kernels(device: torch.device) -> list[tuple[int, ...]]:
     return wrong
 
 
+def wrong_scores_of_blocks(device: torch.device) -> list[tuple[int, ...]]:
+    """Of small whole numbers, as above, beside products of all keys."""
+    wrong, generator = list[tuple[int, ...]](), torch.Generator().manual_seed(0)
+    half = torch.bfloat16 if device.type == "cuda" else torch.float16
+    cases = (
+        *((half, 2, 130, 128, 0, 130, 128), (half, 1, 40, 16, 60, 100, 4), (torch.float32, 3, 70, 24, 300, 365, 20)),
+        *((half, 1, 3, 128, 700, 701, 300), (torch.float32, 1, 66, 256, 7, 73, 3)),
+    )
+    for dtype, heads, rows, size, first, keys, block in cases:
+        q, k = (
+            torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
+            for shape in ((heads, rows, size), (keys, size))
+        )
+        scores = index_scores.score_blocks(q, k, first, block)
+        products = torch.einsum("hrd,sd->hrs", q.float(), k.float())
+        later = torch.arange(keys, device=device) > first + torch.arange(rows, device=device)[:, None]
+        products = pad(products.masked_fill(later, -torch.inf), (0, -keys % block), value=-torch.inf)
+        if not torch.equal(scores, torch.stack([x.amax(2) for x in products.split(block, 2)], 2)):
+            wrong.append((heads, rows, size, first, keys, block))
+    return wrong
+
+
 def interpreted() -> None:
     assert not wrong_choices_of_kernels(torch.device("cpu"))
+    with patch.object(index_scores, "can_score", lambda q: True):
+        assert not wrong_scores_of_blocks(torch.device("cpu"))
 
 
 def test_kernels_choose_the_lowest_of_equal_scores() -> None:
     if backend() == "nccl":
         assert not wrong_choices_of_kernels(torch.device("cuda"))
+        assert not wrong_scores_of_blocks(torch.device("cuda"))
     else:
         run_interpreted("tests.model.seams.test_indexers")
 

@@ -6,7 +6,9 @@ counts pools otherwise than from a document's first row, or leaves out what othe
 
 from copy import deepcopy
 from functools import cache, partial
+from importlib import import_module
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from longspan.model.exactness.check_model import check_model_on_this_rank
 from longspan.model.exactness.class_trial import try_small_model_of_class
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.kinds import find_indexers
+from longspan.model.seams.chosen_keys import blocks
 from longspan.model.seams.chosen_keys.blocks import keys_of_blocks
 from longspan.model.seams.chosen_keys.indexers import order_equal_scores
 from longspan.testing import backend, run_ranks
@@ -214,7 +217,10 @@ def _on_ranks(rank: int, ranks: int, changes: dict[str, Any], exact: dict[str, A
             )
             for change in each_mutated(of_family):
                 errors[change] = parity.step_errors(case, model, plan, world)[0]
-            noticed[family] = errors, _other_choices(model, _choices_of_the_class(family), ranks, world)
+            expected = _choices_of_the_class(family)
+            others = _other_choices(model, expected, ranks, world)
+            with patch.object(blocks, "can_score", lambda q: True):
+                noticed[family] = errors, others + _other_choices(model, expected, ranks, world)
     return noticed
 
 
@@ -266,13 +272,16 @@ def test_indexers_get_no_adapter_and_no_depth(family: str) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("family", [family for family in HERE if KINDS[family].changes is not IN_BLOCKS])
-def test_a_class_that_chooses_other_pools_under_the_same_names_is_refused(family: str) -> None:
+@pytest.mark.parametrize("family", HERE)
+def test_a_class_that_chooses_otherwise_under_the_same_names_is_refused(family: str) -> None:
+    of_blocks = KINDS[family].changes is IN_BLOCKS
+    pools_change = (POOLS, "best = _choose_pools(form, q,", "best = _choose_pools(form, -q,")
     trials._results.clear()
-    with mutated((POOLS, "best = _choose_pools(form, q,", "best = _choose_pools(form, -q,")):
+    with mutated((BLOCKS, "score_blocks(q[0],", "score_blocks(-q[0],") if of_blocks else pools_change):
         reasons = try_small_model_of_class(_model(family)).reasons
     trials._results.clear()
-    assert len(reasons) == 1 and "chooses other pools of keys than the form that longspan knows" in reasons[0]
+    parts = "blocks" if of_blocks else "pools"
+    assert len(reasons) == 1 and f"chooses other {parts} of keys than the form that longspan knows" in reasons[0]
     assert not try_small_model_of_class(_model(family)).reasons
 
 
@@ -332,3 +341,32 @@ def test_compiled_layers_choose_the_same_and_refuse_shared_prefixes(family: str,
             run_step(model, plan, texts(LENGTHS), world)
         gradients.append(gradients_of(model))
     assert worst(gradients[1], gradients[0]) < 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    "minimax_m3_vl_text" not in HERE or not torch.cuda.is_available(), reason="needs a CUDA device, and the class"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_by_kernel_are_those_of_the_class(dtype: torch.dtype) -> None:
+    """At published widths: rows amid a document and at its end."""
+    config = CONFIG_MAPPING["minimax_m3_vl_text"]()
+    modeling = import_module("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
+    torch.manual_seed(0)
+    length, count = 32768 + 37, 2000
+    with torch.device("cuda"):
+        indexer = modeling.MiniMaxM3VLIndexer(config, 0).to(dtype)
+        rotary = modeling.MiniMaxM3VLRotaryEmbedding(config)
+        keys = torch.randn(length, config.index_head_dim, dtype=dtype)
+        hidden = torch.randn(1, count, config.hidden_size, dtype=dtype)
+        positions = torch.arange(length)[None]
+    for first in (5000, length - count):
+        of_rows = positions[:, first : first + count]
+        seen = keys[: first + count]
+        arguments = {"hidden_states": hidden, "position_embeddings": rotary(hidden, of_rows), "position_ids": of_rows}
+        with torch.no_grad(), patch.object(blocks, "score_blocks", wraps=blocks.score_blocks) as scored:
+            chosen = blocks._choose_by_scores(indexer, arguments, seen, first)
+            expected = blocks._run_class(indexer, arguments, lambda _, seen=seen: seen[None, None])
+        assert scored.call_args.args[0].dtype == dtype
+        others = (chosen.sort(-1).values != expected.sort(-1).values).any(-1).double().mean().item()
+        assert chosen.shape == expected.shape and others <= 1e-3, others

@@ -14,6 +14,7 @@ from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.exactness.trials import parameter_gradients, relative_error, run_trial_once, trial_error_text
 from longspan.model.kinds import (
     attends_to_entries,
+    chooses_blocks,
     expert_modules,
     find_indexers,
     find_mixers,
@@ -61,7 +62,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
         }
         model = kind._from_config(small, **settings).double()
         defer_query_scaling(model)  # attention's business: it is not tried here
-        pool_reasons = (*_pool_reasons(model),)
+        choice_reasons = (*_choice_reasons(model),)
         if find_indexers(model):
             from longspan.model.seams.chosen_keys.indexers import shard_indexers
 
@@ -86,7 +87,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
                 outs.append(model(input_ids=ids, position_ids=positions, use_cache=False)[0])
         draws = not torch.equal(*outs)
         draws_text = ("numbers by which a small model of its class differs from seed to seed",) if draws else ()
-        return ClassTrial((*pool_reasons, *_row_reasons(model.train(not draws))), draws_text)
+        return ClassTrial((*choice_reasons, *_row_reasons(model.train(not draws))), draws_text)
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
@@ -100,11 +101,15 @@ AttentionInterface.register(
 
 
 @torch.no_grad()
-def _pool_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Pools are chosen by formulas of our own, which are compared with what the class chooses of one document."""
-    indexers = {name: module for name, module in model.named_modules() if pools_keys(module)}
+def _choice_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Pools are chosen, and blocks scored, by formulas of our own; they are compared with what the class chooses of one
+    document."""
+    indexers = {
+        name: module for name, module in model.named_modules() if pools_keys(module) or chooses_blocks(module)
+    }
     if not indexers:
         return
+    from longspan.model.seams.chosen_keys.blocks import other_blocks
     from longspan.model.seams.chosen_keys.indexers import order_equal_scores
     from longspan.model.seams.chosen_keys.pools import choices_differ
 
@@ -120,9 +125,10 @@ def _pool_reasons(model: PreTrainedModel) -> Iterator[str]:
         model(input_ids=torch.arange(_ROWS)[None], use_cache=False)
     model.set_attn_implementation(_STAND_IN)
     for name, args, kwargs, out in calls:
-        if choices_differ(indexers[name], args, kwargs, out):
-            kind = type(indexers[name]).__name__
-            yield f"{name} ({kind}) chooses other pools of keys than the form that longspan knows"
+        indexer = indexers[name]
+        differ, parts = (other_blocks, "blocks") if chooses_blocks(indexer) else (choices_differ, "pools")
+        if differ(indexer, args, kwargs, out):
+            yield f"{name} ({type(indexer).__name__}) chooses other {parts} of keys than the form that longspan knows"
             return
 
 

@@ -56,6 +56,58 @@ def score_keys(
 
 
 @triton.jit
+def score_key_blocks(
+    q,
+    index_keys,
+    scores,
+    rows,
+    keys,
+    blocks,
+    first_position,
+    q_head,
+    q_row,
+    keys_row,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write the best score, the largest q · key, of BLOCKS blocks for ROWS rows of one head in each program.
+
+    Row r stands at position `first_position` + r, and block b begins with key b · BLOCK; a block of which a row sees no
+    key has −∞. Scores (heads, `rows`, `blocks`) are float32 without gaps. KEYS keys are multiplied at a time.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    at = row.to(tl.int64)
+    q_at = q + head * q_head + at[:, None] * q_row + column[None, :]
+    q_rows = tl.load(q_at, mask=(row < rows)[:, None] & (column < SIZE)[None, :], other=0.0)
+    scores_at = scores + (head * rows + at) * blocks
+    position = first_position + row
+    first = tl.program_id(1) * BLOCKS
+    last = tl.minimum(first + BLOCKS, blocks)
+    # Nothing is multiplied of blocks that are later than all of these rows.
+    seen = tl.minimum(last, (first_position + tl.program_id(0) * ROWS + ROWS - 1) // BLOCK + 1)
+    for block in range(first, seen):
+        best = tl.full((ROWS,), float("-inf"), tl.float32)
+        for start in tl.static_range(0, BLOCK, KEYS):
+            place = start + tl.arange(0, KEYS)
+            key = block * BLOCK + place
+            is_key = (place < BLOCK) & (key < keys)
+            keys_at = index_keys + key.to(tl.int64)[None, :] * keys_row + column[:, None]
+            key_columns = tl.load(keys_at, mask=is_key[None, :] & (column < SIZE)[:, None], other=0.0)
+            products = tl.dot(q_rows, key_columns, input_precision="ieee")
+            is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
+            best = tl.maximum(best, tl.max(tl.where(is_seen, products, float("-inf")), 1))
+        tl.store(scores_at + block, best, mask=row < rows)
+    for block in range(tl.maximum(first, seen), last):
+        tl.store(scores_at + block, tl.full((ROWS,), float("-inf"), tl.float32), mask=row < rows)
+
+
+@triton.jit
 def write_best_keys(scores, least, ties, chosen, keys, k, scores_row, chosen_row, KEYS: tl.constexpr):
     """Write the keys of one row whose score is above `least`, and the first `ties` of those equal to it, into `chosen`.
 

@@ -1,4 +1,5 @@
-"""Choice of keys on GPUs: scores of an indexer in runs of rows, whose k best are found by the k-th score and a count.
+"""Choice of keys on GPUs: scores of an indexer in runs of rows, whose k best are found by the k-th score and a count;
+and scores of blocks of keys.
 
 Only the k-th score is torch's `topk`: its order among equals has no part in the choice. Not covered: classes whose
 scores are formed otherwise, and CPUs (`indexers.py`).
@@ -8,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -18,6 +20,9 @@ _SCORE_BYTES = 256 << 20
 # A program of `score_keys` has so many rows and keys.
 _ROWS = 64
 _KEYS = 128
+# A program of `score_key_blocks` has so many blocks, and multiplies rows and keys of at most so many bytes.
+_BLOCKS = 16
+_OPERAND_BYTES = 32 << 10
 # A program of `write_best_keys` reads so many keys at a time.
 _KEYS_OF_ROW = 2048
 # What an indexer does to scores up to its `topk`: it sums heads by a product, or weighs them and adds them up.
@@ -106,6 +111,46 @@ def choose_best_keys(
     return chosen
 
 
+def score_blocks(q: Tensor, keys: Tensor, first_position: int, block: int) -> Tensor:
+    """Return each block's best score for R rows, which stand at `first_position` and after: (heads, R, blocks) float32.
+
+    A score is q · key of q (heads, R, size) and keys (S, size). Block b has the keys from b · `block` on; a row sees
+    keys up to its own position, and has −∞ of a block without one. Where no kernel can score, products of all keys are
+    formed.
+    """
+    if not can_score(q[:, :0].float()):
+        products = q.float() @ keys.float().T
+        position = torch.arange(len(keys), device=q.device)
+        last = first_position + torch.arange(q.shape[1], device=q.device)
+        products = products.masked_fill(position > last[:, None], -torch.inf)
+        products = F.pad(products, (0, -len(keys) % block), value=-torch.inf)
+        return products.unflatten(2, (-1, block)).amax(3)
+    if q.dtype != keys.dtype or q.itemsize > 2:
+        q, keys = q.float(), keys.float()
+    q, keys = q.contiguous(), keys.contiguous()
+    heads, rows, size = q.shape
+    blocks = -(-len(keys) // block)
+    scores = q.new_empty((heads, rows, blocks), dtype=torch.float32)
+    width = _power_of_two(size)
+    at_once = min(128, _OPERAND_BYTES // (width * q.itemsize))
+    constants = {"SIZE": size, "WIDTH": width, "BLOCK": block, "ROWS": at_once, "BLOCKS": _BLOCKS}
+    kernels = import_module("longspan.model.seams.chosen_keys.index_score_kernels")
+    kernels.score_key_blocks[-(-rows // at_once), -(-blocks // _BLOCKS), heads](
+        *(q, keys, scores, rows, len(keys), blocks, first_position),
+        *(*q.stride()[:2], keys.stride(0)),
+        **constants,
+        KEYS=min(at_once, _power_of_two(block)),
+        num_warps=8,
+        num_stages=2,
+    )
+    return scores
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest that holds so many numbers, and that a product of matrices takes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def _choose_for_run(
     q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor, stride: int
 ) -> None:
@@ -118,7 +163,7 @@ def _choose_for_run(
     if not count:
         return
     scores = q.new_empty((rows, count), dtype=torch.float32)
-    constants = {"SIZE": size, "WIDTH": max(16, 1 << (size - 1).bit_length()), "ROWS": _ROWS, "KEYS": _KEYS}
+    constants = {"SIZE": size, "WIDTH": _power_of_two(size), "ROWS": _ROWS, "KEYS": _KEYS}
     kernels.score_keys[-(-rows // _ROWS), -(-count // _KEYS)](
         *(q, weights, keys, scores, rows, count, first_position, stride, heads),
         *(*q.stride()[:2], weights.stride(0), keys.stride(0), count),

@@ -203,7 +203,7 @@ def _choose_from_pools(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     rows_of_keys = form.key_rows(arguments)
     for part, members in zip(shard.parts, shard_entries(shard, stride=form.ratio, most=form.most), strict=True):
         pools = _gather_pools(form, rows_of_keys[part.start : part.stop], members)
-        for document, part_rows, positions, _ in row_runs(members, -(-form.heads // form.ratio)):
+        for document, part_rows, positions, _ in row_runs(members, form.heads, form.ratio):
             rows = slice(part.start + part_rows.start, part.start + part_rows.stop)
             queries = form.queries({name: argument_rows(x, count, rows) for name, x in arguments.items()})
             first = int(members.entries.firsts[document])

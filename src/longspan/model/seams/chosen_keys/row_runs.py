@@ -34,16 +34,18 @@ def gather_keys(keys: Tensor, members: Members) -> Tensor:
     return gathered[members.document_order(members.channel.row_starts(members.counts))]
 
 
-def row_runs(members: Members, heads: int) -> Iterator[tuple[int, slice, slice, slice]]:
+def row_runs(members: Members, heads: int, stride: int = 1) -> Iterator[tuple[int, slice, slice, slice]]:
     """Yield runs of one document's rows: the document's index, and (rows, positions, document rows) as slices.
 
     Rows count within the member's part, positions within the document; document rows are where the whole document lies
-    among the group's rows. The scores of `heads` heads of a run fit _SCORE_BYTES (0: ROWS_AT_ONCE alone bounds it).
+    among the group's rows. The scores of `heads` heads of a run, one for each `stride` keys, fit _SCORE_BYTES (0 heads:
+    ROWS_AT_ONCE alone bounds it).
     """
     laid_out = members.part.group.laid_out
     first_keys = list(accumulate(laid_out, initial=0))
     for document, start, stop, offset in members.real_segments(members.member):
-        at_once = min(ROWS_AT_ONCE, max(1, _SCORE_BYTES // (4 * heads * stop))) if heads else ROWS_AT_ONCE
+        row_bytes = 4 * heads * -(-stop // stride)
+        at_once = min(ROWS_AT_ONCE, max(1, _SCORE_BYTES // row_bytes)) if heads else ROWS_AT_ONCE
         for first in range(start, stop, at_once):
             last = min(first + at_once, stop)
             rows = slice(offset + first - start, offset + last - start)
