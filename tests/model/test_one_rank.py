@@ -11,9 +11,12 @@ from torch import Tensor
 from longspan import Layout, World, plan_fixed, run_step
 from longspan.model import sharding
 from longspan.model.execution import model_execution
-from longspan.model.fsdp_params import SumIsMessage, fsdp_modules, fsdp_param_groups
+from longspan.model.fsdp_params import HookedParam, SumIsMessage, fsdp_modules, fsdp_param_groups
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.micro_batch import Mode
+from longspan.testing import backend, run_ranks
+from tests.model.experts.moe_models import moe_model
+from tests.model.frozen.packed_models import adapted
 from tests.model.stock import gradients_of, prepare_untried, texts, tiny
 
 DOCUMENTS = texts([9, 14, 6, 11])
@@ -89,11 +92,92 @@ def test_passes_read_the_shards_also_after_these_have_moved() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_shards_that_lie_in_memory_with_others_are_copied() -> None:
+    """FSDP2 sets the size of the memory of what it gathers: a buffer of all weights would lose all but the first."""
+    model, _ = trained(CASES[0], steps=1, family="llama")
+    state = model.state_dict()
+    flat = torch.cat([local_tensor(p.detach()).flatten() for p in state.values()])
+    expected = flat.clone()
+    for part, parameter in zip(flat.split([p.numel() for p in state.values()]), state.values(), strict=True):
+        state_parameter: Any = parameter
+        state_parameter._local_tensor = part.view(parameter.shape)
+    model.load_state_dict(state, assign=True)
+    whole, shards = places(model)
+    assert len(shards) == 1 and not whole & shards
+    assert torch.equal(flat, expected)
+    # They are read again once they have memory of their own.
+    model.load_state_dict({name: p.detach().clone() for name, p in model.state_dict().items()}, assign=True)
+    whole, shards = places(model)
+    assert whole == shards and len(shards) > 1
+    found = torch.cat([local_tensor(p.detach()).flatten() for p in model.state_dict().values()])
+    assert torch.equal(found, expected)
+
+
 def test_parameters_that_are_cast_have_memory_of_their_own() -> None:
     model, _ = trained(CASES[3], steps=1)
     whole, shards = places(model)
     assert not whole & shards
     assert {local_tensor(p.detach()).dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_cast_is_one_copy() -> None:
+    model, _ = trained(CASES[3], steps=1)
+    for group in fsdp_param_groups(fsdp_modules(model)):
+        for parameter in group.fsdp_params:
+            assert parameter.all_gather_inputs[0] is parameter.shard
+            assert [output.dtype for output in parameter.all_gather_outputs] == [torch.bfloat16]
+
+
+def test_packed_weights_are_unpacked_from_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked = list[bool]()
+    original = HookedParam.init_unsharded_param
+
+    def note(parameter: HookedParam) -> None:
+        if parameter.unpacking is not None:
+            unpacked.append(parameter.all_gather_outputs[0] is parameter.shard)
+        original(parameter)
+        if parameter.unpacking is not None:
+            assert not parameter.all_gather_outputs and parameter.shard.untyped_storage().nbytes()
+
+    monkeypatch.setattr(HookedParam, "init_unsharded_param", note)
+    with World(Layout(1)) as world:
+        model = prepare_untried(adapted("mixture"), world, frozen="nf4")
+        plan = plan_fixed([len(x) for x in DOCUMENTS], world.home, cp=1)
+        run_step(model, plan, DOCUMENTS, world)
+    assert unpacked and all(unpacked)
+
+
+def _alone_in_a_group(rank: int) -> list[tuple[bool, int, int]]:
+    """Of a home, whether gradients have FSDP2's bits; how many groups have one rank, and how many hooked parameters."""
+    found = list[tuple[bool, int, int]]()
+    for home in (Layout(2, ep=2), Layout(2, dp_replicate=2)):
+        gradients = list[dict[str, Tensor]]()
+        groups = parameters = 0
+        with World(home, backend=backend()) as world:
+            plan = plan_fixed([len(x) for x in DOCUMENTS], home, cp=1, max_tokens_per_slot=16)
+            for leave_out in (lambda root: None, sharding.leave_out_copies_of_one_rank):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(sharding, "leave_out_copies_of_one_rank", leave_out)
+                    model = prepare_untried(moe_model("qwen3-moe", torch.bfloat16), world)
+                optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    run_step(model, plan, DOCUMENTS, world)
+                    optimizer.step()
+                gradients.append({name: x.clone() for name, x in gradients_of(model).items()})
+            every = [*fsdp_param_groups(fsdp_modules(model))]
+            groups = sum(isinstance(group._reduce_scatter_comm, SumIsMessage) for group in every)
+            parameters = sum(getattr(x, "_reads_shard", False) for group in every for x in group.fsdp_params)
+        equal = all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+        found.append((equal, groups, parameters))
+    return found
+
+
+def test_a_rank_may_be_alone_in_a_group_of_more_ranks() -> None:
+    """With its experts (two matrices in each of two layers), and with replicas of all parameters, which are summed."""
+    for (equal, groups, parameters), (equal_copies, summed, copies) in run_ranks(_alone_in_a_group, 2):
+        assert equal and (groups, parameters) == (2, 4)
+        assert equal_copies and summed == 0 and copies > 4
 
 
 def test_a_message_that_was_not_sent_is_no_sum_of_the_next() -> None:

@@ -148,6 +148,8 @@ class HookedParam(FSDPParam):
     sums: GradientSums | None = None
     # A source casts to the dtype of FSDP2's policy; None: the shard's.
     gathered_dtype: torch.dtype | None = None
+    _whole_dtype: torch.dtype | None = None  # of the gathered parameter; None: the shard's
+    _reads_shard: bool = False  # nothing is copied: the shard is what is gathered
     _earlier_gradient: Any = None  # the gradient of earlier passes while FSDP2 sums that of this one
 
     @property
@@ -172,34 +174,56 @@ class HookedParam(FSDPParam):
     def init_dtype_attrs(self, mp_policy: Any) -> None:
         """Set FSDP2's types; where a hook gives what is gathered, FSDP2 does not cast it: bytes are never cast."""
         super().init_dtype_attrs(mp_policy)
+        self._whole_dtype: torch.dtype | None = self.param_dtype
         if self.source is not None or self.unpacking is not None:
-            self.gathered_dtype = None if self.unpacking is not None else self.param_dtype
+            self.gathered_dtype = None if self.unpacking is not None or self._is_alone else self.param_dtype
             self.param_dtype: torch.dtype | None = None
 
     @property
-    def all_gather_inputs(self) -> list[Tensor]:
-        """What FSDP2 is to gather; it asks on the stream that gathers."""
-        return super().all_gather_inputs if self.source is None else [self.source.take_shard(self)]
+    def _is_alone(self) -> bool:
+        """Whether one rank has the whole parameter, which FSDP2 does not gather but copies."""
+        extended = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+        mesh: Any = self.mesh_info
+        return mesh.shard_mesh_size == 1 and not self.offload_to_cpu and not extended
 
     @property
-    def _gathers_itself(self) -> bool:
-        """Whether one rank has the whole parameter, as it is gathered: not cast, moved or unpacked."""
-        alone = self.mesh_info.mesh.size() == 1 and self.source is None and self.unpacking is None
-        extended = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
-        return alone and self.param_dtype is None and not self.offload_to_cpu and not extended
+    def all_gather_inputs(self) -> list[Tensor]:
+        """What FSDP2 is to gather; it asks on the stream that gathers. For one rank its copy casts."""
+        if self.source is not None:
+            return [self.source.take_shard(self)]
+        return [self.shard] if self._is_alone else super().all_gather_inputs
 
-    def init_all_gather_outputs(self, *sizes: Any, **options: Any) -> None:
-        """Make memory for the gathered parameter, or take the shard, onto which FSDP2 copies nothing."""
-        if not self._gathers_itself:
-            super().init_all_gather_outputs(*sizes, **options)
-        elif not self.all_gather_outputs or self.all_gather_outputs[0] is not self.shard:
-            self.all_gather_outputs: list[Tensor] = [self.shard]
-            # It was a view of an earlier shard.
-            vars(self).pop("_unsharded_param", None)
+    @property
+    def _whole_shard(self) -> Tensor | None:
+        """What is read in place of a copy: by passes the shard of one rank, by `unpacking` that or what came of it.
+
+        FSDP2 sets the size of its memory, which must be its own. Gathered weights stay in one place, for what autograd
+        saves of them: a source, which gives another each time, is copied there.
+        """
+        if not self._is_alone or self.param_dtype is not None or (self.source and self.unpacking is None):
+            return None
+        (tensor,) = self.all_gather_inputs
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else None
+
+    def init_all_gather_outputs(
+        self, numels: list[int], dtypes: list[torch.dtype], *others: Any, **options: Any
+    ) -> None:
+        """Make memory for the gathered parameter, or take `_whole_shard`, onto which FSDP2 copies nothing."""
+        tensor = self._whole_shard
+        if tensor is not None or self._reads_shard:
+            self._reads_shard = tensor is not None
+            if not any(output is tensor for output in self.all_gather_outputs):
+                self.all_gather_outputs: list[Tensor] = [] if tensor is None else [tensor]
+                if self.unpacking is None:
+                    # It was a view of an earlier shard.
+                    vars(self).pop("_unsharded_param", None)
+        if tensor is None:
+            whole_dtypes = [self._whole_dtype or dtypes[0]] if self._is_alone else dtypes
+            super().init_all_gather_outputs(numels, whole_dtypes, *others, **options)
 
     def free_unsharded_param(self) -> None:
         """Free the memory of the gathered parameter, where it is not the shard's."""
-        if not self._gathers_itself:
+        if not self._reads_shard or self.unpacking is not None:
             super().free_unsharded_param()
 
     def init_unsharded_param(self) -> None:
@@ -224,7 +248,10 @@ class HookedParam(FSDPParam):
         packed = gathered[: self._orig_size.numel()].view(self._orig_size)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
             self.unpacking.unpack(packed, weight)
-        free_storage(gathered)
+        if self._reads_shard:
+            self.all_gather_outputs = []
+        else:
+            free_storage(gathered)
 
     def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
         """The earlier gradient leaves FSDP2's sight, which would add the sum to it."""
@@ -429,6 +456,9 @@ class SumIsMessage(DefaultReduceScatter):
         """Return an empty tensor for a message, then the same for its sum."""
         if self._message is not None:
             total, self._message = self._message, None
+            if total.is_cuda:
+                # A sum that is added to an earlier gradient is freed before its stream is done.
+                total.record_stream(torch.cuda.current_stream(device))
             return total
         self._message = super().allocate(size, dtype=dtype, device=device)
         return self._message
@@ -478,13 +508,15 @@ def sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> b
 def leave_out_copies_of_one_rank(root: nn.Module) -> None:
     """Let passes read shards themselves, and gradients be the messages of their sums, where one rank has all of both.
 
-    Nothing is divided by one, nor cast to float32 and back: the bits are the same.
+    Nothing is divided by one, nor cast to float32 and back: the bits are the same. With `ep` a rank may be the only one
+    that has its experts; replicas of whole parameters have sums, and no gathers.
     """
     for group in fsdp_param_groups(fsdp_modules(root)):
-        if group.mesh_info.mesh.size() == 1:
-            hook_group(group)
+        if group.mesh_info.shard_mesh_size == 1:
             for parameter in group.fsdp_params:
                 hook_parameter(parameter)
+        if group.mesh_info.mesh.size() == 1:
+            hook_group(group)
             group.gradient_divide_factor = None
             group._reduce_scatter_comm = SumIsMessage()
 

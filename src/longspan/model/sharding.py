@@ -95,10 +95,9 @@ def shard_over_slots(
         # Memory of GPUs belongs to streams.
         if world.device.type == "cuda" and sums_become_gradients(module, policy):
             module.set_custom_reduce_scatter(SumsInComputeMemory())
-    if world.meshes.fsdp.size() == 1:
-        leave_out_copies_of_one_rank(root)
-        if world.device.type == "cuda":
-            sum_on_computing_stream(root)
+    leave_out_copies_of_one_rank(root)
+    if world.meshes.fsdp.size() == 1 and world.device.type == "cuda":
+        sum_on_computing_stream(root)
 
 
 def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:
