@@ -29,6 +29,7 @@ from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
 from longspan.hf.refusals import refuse_inner_loss, refuse_sharded_loss
 from longspan.hf.scores import COEFFICIENT, loss_by_coefficients
+from longspan.layout import Integers
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.kinds import score_columns
 from longspan.model.marks import refuse_other_parameters
@@ -82,6 +83,11 @@ class CollectedTokens:
         values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
         self._parts.append((at.document, at.position, torch.stack(values)))
         return at["coefficient"] * log_probs
+
+    def add_tokens(self, documents: Integers, positions: Integers, values: Tensor) -> None:
+        """Keep values (k, t) of some targets by their document and position, on the host."""
+        document, position = (to_device(np.ascontiguousarray(x), values.device) for x in (documents, positions))
+        self._parts.append((document, position, values))
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
         """Return the values of all tokens, on every rank; entered by all. On GPUs the device sums them.
@@ -399,7 +405,6 @@ class StepsPart(StockTrainer):
         # The next node gets this number; torch has no public form of it.
         first_node = torch.autograd._get_sequence_nr()
         collected = CollectedTokens([len(document) for document in documents], names)
-        has_scores = score_columns(model) > 0
         model.train()
         with torch.autocast(self.args.device.type, enabled=False):
             result = run_step(
@@ -409,7 +414,7 @@ class StepsPart(StockTrainer):
                 self.world,
                 step=self.state.global_step,
                 router=RouterCoefficients(balance=0.0),  # routers' balance losses are refused at construction
-                loss=loss_by_coefficients if has_scores else collected,
+                loss=self._step_loss(collected),
                 divisor=1,  # the coefficients are divided already
                 temperature=facade.head.temperature,
                 host_work=self._prepare_next_step_and_wait,
@@ -421,6 +426,10 @@ class StepsPart(StockTrainer):
         self._norm_and_versions = result.grad_norm, gradient_versions(model)
         # The sum is empty for scores: nothing reads them here.
         return collected.sum_over_ranks(self.world)
+
+    def _step_loss(self, collected: CollectedTokens) -> Any:
+        """The loss of a step by its documents' coefficients, which leaves the values of tokens in `collected`."""
+        return loss_by_coefficients if score_columns(self._facade.inner_model) else collected
 
     @property
     def _has_step_below(self) -> bool:

@@ -15,6 +15,7 @@ from longspan.config.memory_keys import form_of_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.hf.arguments import LongspanArguments, reword_errors_for_scripts
+from longspan.hf.distillation import DistillationPart, refuse_distillation
 from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
@@ -32,7 +33,6 @@ from longspan.hf.refusals import (
     refuse_search,
 )
 from longspan.hf.resolve_trainer import CHECKPOINTING, options_of_prepare, resolve_trainer
-from longspan.hf.steps import StepsPart
 from longspan.layout import Layout
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.adapters.disable_adapter import redirect_peft_model
@@ -47,7 +47,7 @@ from longspan.train.optim.one_pass_adamw import OnePassAdamW
 SAVES = "trainer.save_model(folder)"
 
 
-class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
+class LongspanMixin(GenerationPart, DistillationPart, EvaluationPart, FilesPart):
     """Goes before any Trainer class: `class Mine(LongspanMixin, SFTTrainer)`. To the Trainer all ranks are one process.
 
     `longspan=` are the LongspanArguments. Raises ConfigError, which names longspan, for arguments that it does not run,
@@ -75,6 +75,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
         model = keywords.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
             refuse_model_kind(model, form_of_config(self.longspan.config()))
+        refuse_distillation(type(self), arguments)
         refuse_generation(type(self), arguments, rollout=keywords.get("rollout_func") is not None)
         self._one_process = OneProcess.add_trainer(self.longspan.home)
         self._is_open = True
@@ -148,6 +149,7 @@ class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
             facade = Facade(lambda: reference, self._token_values, take_fused_head(reference))
             self._prepare_model(reference, facade, training=False)
             self.ref_model = facade
+        self._prepare_teacher()
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
         """Without `training` it is a reference, which takes no step."""
