@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from longspan import __version__
 from longspan.cli.main import main
 from longspan.cli.plan import PlanFlags
 from longspan.cli.plans.gpu_run import GpuRun
@@ -537,6 +538,23 @@ def test_figures_of_speed_are_recorded() -> None:
         cells = [line.split(" | ") for line in part.splitlines()[2:]]
         peaks += [[float(re.findall(r"[\d.]+", row[column])[0]) for row in cells] for column in columns]
     assert spans == [(f"{min(column):.0f}", f"{max(column):.0f}") for column in peaks]
+
+
+def test_the_readme_claims_figures_of_the_last_two_versions_alone() -> None:
+    """And the page of measurements says of each record which version it is of: the oldest that its page names."""
+    records = {path.stem: path for path in sorted((ROOT / "bench/records").glob("*.json"))}
+    records |= {path.stem: path for path in sorted((ROOT / "bench/records").glob("*.md"))}
+    rows = re.findall(r"^\| (0\.\d+) \| (.*) \|$", (ROOT / "bench/README.md").read_text(), re.M)
+    versions = {name: version for version, names in rows for name in names.split(", ")}
+    assert sum(len(names.split(", ")) for _, names in rows) == len(versions)
+    assert set(versions) == set(records)
+    for name, path in records.items():
+        named = re.findall(r"longspan (0\.\d+)\b", path.read_text()) if path.suffix == ".md" else []
+        assert not named or versions[name] == min(named), name
+    *_, previous, newest = sorted(re.findall(r"^## (0\.\d+)\.0 ", (ROOT / "CHANGELOG.md").read_text(), re.M))
+    assert __version__.startswith(newest)
+    linked = re.findall(r"\]\(bench/records/([^)]*)\.\w+\)", README)
+    assert linked and all(versions[name] in (previous, newest) for name in linked), linked
 
 
 def test_combinations_of_the_matrix_are_recorded() -> None:
