@@ -15,7 +15,7 @@ NAMES = {
     "context.context_parallel_size (with context.cp_comm_type a2a)": "sp_size parallelism_config_sp_size",
     "context.context_parallel_size (or context.planner dynamic)": "context_parallel.size",
     "context.cp_comm_type": "cp_comm_strategy parallelism_config_cp_comm_strategy context_parallel_rotate_method "
-    "context_parallel.backend context_parallel_backend",
+    "context_parallel.backend context_parallel_backend cp_mode",
     "context.partition (zigzag is the default)": "context_parallel_load_balancer",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp_size",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_degree",
