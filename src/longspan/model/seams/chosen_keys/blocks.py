@@ -28,6 +28,7 @@ from longspan.model.seams.chosen_keys.row_runs import (
     bind_arguments,
     gather_keys,
     row_runs,
+    with_cache,
 )
 from longspan.model.seams.model_calls import require_one_row_shard
 from longspan.model.seams.running_layer import running_layer
@@ -144,7 +145,7 @@ def _choose_blocks(indexer: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 def _run_class(indexer: Any, arguments: dict[str, Any], update_index: Callable[[Tensor], Tensor]) -> Tensor:
     stand_in = SimpleNamespace(layers={indexer.layer_idx: SimpleNamespace(update_index=update_index)})
-    return type(indexer).forward(indexer, **arguments | {"cache": stand_in})
+    return type(indexer).forward(indexer, **with_cache(arguments, stand_in))
 
 
 def _choose_by_scores(indexer: Any, arguments: dict[str, Any], keys: Tensor, first_position: int) -> Tensor:

@@ -38,13 +38,11 @@ from longspan.model.seams.chosen_keys.row_runs import (
     bind_arguments,
     gather_keys,
     row_runs,
+    with_cache,
 )
 from longspan.model.seams.model_calls import require_one_row_shard
 from longspan.model.seams.running_layer import running_layer
 from longspan.model.seams.trial_shards import Probe, SeparateRows
-
-# The second name is that before transformers 5.20.
-_CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 class LowestFirst(TorchFunctionMode):
@@ -149,7 +147,6 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     each group; the second their chosen keys, or on GPUs queries and weights alone, if `choose_best_keys` can
     score them. No tensor of all rows × all keys is formed."""
     arguments = bind_arguments(indexer, args, kwargs)
-    (cache_name,) = arguments.keys() & {*_CACHE_ARGUMENTS}
     hidden: Tensor = arguments["hidden_states"]
     shard = running_layer().shard  # pyright: ignore[reportArgumentType]
     k = int(indexer.index_topk)  # pyright: ignore[reportArgumentType]
@@ -167,7 +164,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """
         row_arguments = {name: argument_rows(x, hidden.shape[1], rows) for name, x in arguments.items()}
         stand_in = SimpleNamespace(update_indexer=hand_out)
-        return type(indexer).forward(indexer, **row_arguments | changes | {cache_name: stand_in})
+        return type(indexer).forward(indexer, **with_cache(row_arguments | changes, stand_in))
 
     local_keys = list[Tensor]()  # (1, rows, head size) each
 

@@ -23,6 +23,12 @@ def bind_arguments(indexer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
     return arguments
 
 
+def with_cache(arguments: dict[str, Any], cache: Any) -> dict[str, Any]:
+    """Return an indexer's arguments with another cache, which older classes call past_key_values."""
+    (name,) = arguments.keys() & {"cache", "past_key_values"}
+    return arguments | {name: cache}
+
+
 def gather_keys(keys: Tensor, members: Members) -> Tensor:
     """Gather index keys: this member's (s, head size) to the group's (S, head size), document after document.
 
