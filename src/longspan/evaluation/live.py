@@ -23,6 +23,7 @@ from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import Totals
 from longspan.layout import Floats, Integers
 from longspan.model.kinds import score_columns
+from longspan.model.marks import find_language_model
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
@@ -60,7 +61,12 @@ def evaluate(
     """
     started = time.perf_counter()
     options = options or EvaluationOptions()
-    inputs = _plan_and_check(model, documents, choice, world, share_prefixes=options.share_prefixes)
+    share_prefixes = options.share_prefixes
+    if options.distillation is not None:
+        if options.loss is not None or score_columns(find_language_model(model)):
+            raise EvaluationError("distillation= compares distributions of tokens, without loss= and scores")
+        share_prefixes = share_prefixes and _may_share_prefixes(options.distillation.teacher)
+    inputs = _plan_and_check(model, documents, choice, world, share_prefixes=share_prefixes)
     inputs = bring_gathered_rows(inputs, 0)
     if options.loss is not None and score_columns(inputs.language_model) > 1:
         raise EvaluationError(
@@ -89,6 +95,14 @@ def evaluate(
         (peak,) = world.control.largest_over_ranks([added_bytes[0] - portions.gathered], "peaks of memory")
         activation_bytes = int(peak)
     return replace(result, cp=degree, seconds=seconds, activation_bytes=activation_bytes)
+
+
+def _may_share_prefixes(teacher: Any) -> bool:
+    """Tables of a teacher may be of any documents."""
+    if not isinstance(teacher, nn.Module):
+        return True
+    rules = call_rules(teacher)
+    return not (rules.separate_features(training=False) or rules.length_limits)
 
 
 def _plan_and_check(
@@ -132,11 +146,15 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
     whole = [*plan.whole_documents]
     lengths = [plan.path_lengths[document] for document in whole]
     targets = [inputs.documents.targets_by_document[document] for document in whole]
+    has_teacher = options.distillation is not None
     totals = totals._replace(
-        documents=totals.documents[whole], document_metrics=totals.document_metrics[..., whole]
+        documents=totals.documents[whole],
+        document_metrics=totals.document_metrics[..., whole],
+        divergences=totals.divergences[whole] if has_teacher else totals.divergences,
     )
     columns = score_columns(inputs.language_model)
     by_position = ()
+    kl_by_position = kl_by_length = ()
     units = None
     if options.loss is None:
         loss = Mean(math.fsum(totals.documents.tolist()), plan.targets)
@@ -158,6 +176,12 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
         metrics["accuracy"] = Mean(totals.hits, totals.rows)
     if options.token_bytes is not None and not columns:
         metrics["bits_per_byte"] = Mean(loss.sum / math.log(2), totals.bytes)
+    if has_teacher:
+        divergences = totals.divergence_totals
+        metrics["kl"] = Mean(math.fsum(divergences.documents.tolist()), plan.targets)
+        metrics["agreement"] = Mean(totals.agreements, totals.rows)
+        kl_by_position = divergences.bucket_by_position(lengths)
+        kl_by_length = divergences.bucket_by_length(lengths, targets)
     metrics |= {name: Mean(*pair) for name, pair in zip(options.metrics, totals.metrics.tolist(), strict=True)}
     return Evaluation(
         step=options.step,
@@ -173,6 +197,8 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
         metrics=metrics,
         by_position=by_position,
         by_length=totals.bucket_by_length(lengths, targets),
+        kl_by_position=kl_by_position,
+        kl_by_length=kl_by_length,
         document_losses=tuple(
             Mean(total, count) for total, count in zip(totals.documents.tolist(), targets, strict=True)
         ),

@@ -21,6 +21,7 @@ from longspan.train.log_probs import distribution_values
 from longspan.train.rows.read_rows import WEIGHTS
 
 if TYPE_CHECKING:
+    from longspan.train.terms.distillation import Distillation
     from longspan.train.terms.document_loss import DocumentLoss
 
 
@@ -41,7 +42,7 @@ class TargetTokens(NamedTuple):
     values: Mapping[str, Tensor] = {}
 
 
-BUILT_IN = ("loss", "perplexity", "token_accuracy", "accuracy", "bits_per_byte", "name")
+BUILT_IN = ("loss", "perplexity", "token_accuracy", "accuracy", "bits_per_byte", "kl", "agreement", "name")
 BUILT_IN += ("tokens", "targets", "documents")
 Metric = Callable[[TargetTokens], tuple[Any, Any]]
 # values (n,) and counts (n,), which may be true or false
@@ -122,6 +123,9 @@ class EvaluationOptions:
     loss: "DocumentLoss | None" = None
     """A loss of sets of documents in place of the cross entropy of tokens, or of what a model of one score has: a set's
     first document is right then where its score is the highest. `figures` of the loss are metrics."""
+    distillation: "Distillation | None" = None
+    """A teacher, which runs over the same documents: the divergence of the model's distributions from the teacher's
+    (`kl`), by position and length too, and how often their likeliest tokens are the same (`agreement`)."""
     token_bytes: npt.NDArray[np.int64] | None = None
     """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
     share_prefixes: bool = True

@@ -36,6 +36,7 @@ from longspan.train.step_inputs import StepInputs
 from longspan.train.terms.step_terms import encoder_terms
 
 if TYPE_CHECKING:
+    from longspan.train.terms.distillation import TeacherComparison
     from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.loss_tokens import LossFunction
 
@@ -58,6 +59,14 @@ def _score_loss(model: nn.Module, loss: "DocumentLoss | None") -> "LossFunction 
     return configured_loss(model)
 
 
+def _compare_with_teacher(inputs: StepInputs, options: EvaluationOptions) -> "TeacherComparison | None":
+    if options.distillation is None:
+        return None
+    from longspan.train.terms.distillation import compare_with_teacher
+
+    return compare_with_teacher(options.distillation, inputs)
+
+
 class Portions:
     """Runs one evaluation a portion of its micro-batches at a time.
 
@@ -73,8 +82,13 @@ class Portions:
         self.plan: Plan = inputs.plan
         self.world: World = inputs.world
         self.items: ItemTable | None = inputs.documents.items
+        self.teacher: TeacherComparison | None = _compare_with_teacher(inputs, options)
         self.sums: RowSums = RowSums(
-            self.plan.path_lengths, options, self.world, _score_loss(inputs.language_model, options.loss)
+            self.plan.path_lengths,
+            options,
+            self.world,
+            _score_loss(inputs.language_model, options.loss),
+            self.teacher,
         )
         self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
         self.long: bool = False  # whether the last portion took long here
@@ -82,7 +96,8 @@ class Portions:
         self.any_long: bool = False
         self.gathered: int = 0  # bytes of parameters that stay gathered until the end
         self.terms: tuple[Term, ...] = encoder_terms(inputs)
-        self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure)
+        run_before = None if self.teacher is None else self.teacher.run
+        self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure, run_before=run_before)
 
     def evaluate_all(self) -> Totals:
         """Run all portions and return their sums over all ranks, which enter together.
@@ -99,6 +114,8 @@ class Portions:
             while done < max(count, 1):
                 portion = self.plan.micro_batches[done : done + size]
                 batches = self._read_agreed_batches(portion, done)
+                if self.teacher is not None and not done:
+                    stack.enter_context(self.teacher.passes_context())
                 if self.gathered and not done:
                     stack.enter_context(gather_once(self.inputs.language_model))
                 started = time.perf_counter()
@@ -123,9 +140,12 @@ class Portions:
         error = self._end_reason(done)
         try:
             if error is None:
-                batches = read_micro_batches(self.inputs, portion)
+                likeliest = 0 if self.teacher is None else self.teacher.likeliest
+                batches = read_micro_batches(self.inputs, portion, likeliest=likeliest)
                 for term in self.terms:
                     term.read_portion(portion)
+                if self.teacher is not None:
+                    error = self.teacher.check_ids(batches)
         except PlanError as failure:  # items that fit no slot of their encoder
             error = failure
         except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it

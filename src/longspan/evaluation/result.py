@@ -27,9 +27,10 @@ class Evaluation:
     mean over `units` (pairs, say), and scored too.
 
     Every value is the same on every rank, except `seconds`. `metrics` are sums and counts; `by_position` and
-    `by_length` have the loss in buckets cut at powers of two; `document_losses` and `document_metrics` the sum and
-    count of each document. What `document_losses` are, `document_value` says: of a language model under a loss of units
-    cross entropies. `activation_bytes` is the most memory that it added on any GPU; None on CPUs.
+    `by_length` have the loss in buckets cut at powers of two, `kl_by_position` and `kl_by_length` the divergence from a
+    teacher; `document_losses` and `document_metrics` the sum and count of each document. What `document_losses` are,
+    `document_value` says: of a language model under a loss of units cross entropies. `activation_bytes` is the most
+    memory that it added on any GPU; None on CPUs.
     """
 
     step: int
@@ -45,6 +46,8 @@ class Evaluation:
     metrics: "Mapping[str, Mean]" = field(default_factory=dict)
     by_position: "tuple[Bucket, ...]" = ()
     by_length: "tuple[Bucket, ...]" = ()
+    kl_by_position: "tuple[Bucket, ...]" = ()
+    kl_by_length: "tuple[Bucket, ...]" = ()
     document_losses: "tuple[Mean, ...]" = ()
     document_metrics: "Mapping[str, tuple[Mean, ...]]" = field(default_factory=dict)
     activation_bytes: int | None = None
@@ -75,7 +78,10 @@ class Evaluation:
         row |= {"cp": self.cp, "planner": self.plan.planner, "seconds": round(self.seconds, 6)}
         if self.activation_bytes is not None:
             row["eval_activation_bytes"] = self.activation_bytes
-        for name, buckets in (("by_position", self.by_position), ("by_length", self.by_length)):
+        tables = {"by_position": self.by_position, "by_length": self.by_length}
+        if self.kl_by_length:
+            tables |= {"kl_by_position": self.kl_by_position, "kl_by_length": self.kl_by_length}
+        for name, buckets in tables.items():
             row[name] = [[b.first, b.last, b.loss.value, int(b.loss.count), b.documents] for b in buckets]
         return row
 

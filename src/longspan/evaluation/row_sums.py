@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,12 @@ from longspan.errors import EvaluationError, LongspanError
 from longspan.evaluation.metrics import EvaluationOptions, Mean, TargetTokens, check_columns, check_sum_and_count
 from longspan.layout import Floats, Integers
 from longspan.train.log_probs import cut_into_chunks, row_scores, target_log_probs_and_gradient
-from longspan.train.loss import rows_per_chunk
+from longspan.train.loss import rows_of_two_heads, rows_per_chunk
 from longspan.train.rows.read_rows import WEIGHTS, LocalBatch, target_rows
 from longspan.train.terms.loss_tokens import BatchTargets, LossFunction
+
+if TYPE_CHECKING:
+    from longspan.train.terms.distillation import TeacherComparison
 
 
 class Bucket(NamedTuple):
@@ -39,6 +42,8 @@ class _MeasuredRows(NamedTuple):
     losses: list[Tensor]
     hits: list[Tensor]
     columns: list[Tensor]  # (2 M, n) values and counts of metrics of documents
+    divergences: list[Tensor]  # from a teacher; empty without one
+    agreements: list[Tensor]
 
 
 class RowSums:
@@ -50,21 +55,29 @@ class RowSums:
         options: EvaluationOptions,
         world: World,
         score_loss: LossFunction | None,
+        teacher: "TeacherComparison | None" = None,
     ) -> None:
         """Begin with sums of 0 over documents of these `lengths`; `score_loss` is the loss of rows that have scores,
-        None of a language model.
+        None of a language model; `teacher` runs over a micro-batch before it is measured.
         """
         # An error of a user's metric is kept and the passes go on, so that no rank leaves the others in a collective.
         self.error: EvaluationError | None = None
         self._options = options
         self._world = world
         self._score_loss = score_loss
+        self._teacher = teacher
+        self._divergence = None if options.distillation is None else options.distillation.divergence()
         self._edges = bucket_edges(max(lengths, default=1))
         self._measured_rows: list[_MeasuredRows] = []
         # Each document has its sum of losses.
         self._losses: Floats = np.zeros(len(lengths))
         # Each bucket has its sums of losses and of rows.
         self._positions: Floats = np.zeros((2, len(self._edges)))
+        # The same sums of divergences from a teacher, and in how many rows its likeliest token is the model's.
+        count = len(lengths) if teacher is not None else 0
+        self._divergences: Floats = np.zeros(count)
+        self._divergences_by_position: Floats = np.zeros(len(self._edges) if teacher is not None else 0)
+        self._agreements = 0
         # These count the targets' bytes of text, right predictions, and rows.
         self._bytes = self._hits = self._rows = 0
         self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=world.device)
@@ -78,25 +91,42 @@ class RowSums:
         targets = BatchTargets(batch, hidden.device)
         count = len(targets.documents)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        if self._teacher is not None:
+            self._teacher.gather_head()
         if not count:
             # All slots gather the head's parameters together.
             head(hidden[:1])
+            self._end_micro_batch()
             return total
-        measured = _MeasuredRows(targets.documents, targets.path_positions, [], [], [])
-        size = self._options.loss_chunk_rows or rows_per_chunk(
-            getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
+        measured = _MeasuredRows(targets.documents, targets.path_positions, [], [], [], [], [])
+        size = self._options.loss_chunk_rows or self._rows_per_chunk(
+            getattr(head, "vocabulary", hidden.shape[-1]), hidden
         )
         for part in cut_into_chunks(count, size):
             chunk = self._measure_rows(targets, part, head(hidden.index_select(0, targets.targets.rows[part])))
             measured.losses.append(chunk.losses)
             measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
             measured.columns.append(self._add_metrics(chunk))
+            if self._teacher is not None and self._divergence is not None:
+                divergences, agreements = self._teacher.measure_rows(self._divergence, chunk.logits, part)
+                measured.divergences.append(divergences.double() * chunk.values[WEIGHTS])
+                measured.agreements.append(agreements)
             total += chunk.losses.sum()
+        self._end_micro_batch()
         self._measured_rows.append(measured)
         self._rows += count
         if (token_bytes := self._options.token_bytes) is not None:
             self._bytes += int(token_bytes[batch.labels[target_rows(batch)]].sum())
         return total
+
+    def _rows_per_chunk(self, vocabulary: int, hidden: Tensor) -> int:
+        if self._teacher is None:
+            return rows_per_chunk(vocabulary, hidden.dtype, hidden.device.type)
+        return rows_of_two_heads(vocabulary, self._teacher.vocabulary, hidden)
+
+    def _end_micro_batch(self) -> None:
+        if self._teacher is not None:
+            self._teacher.end_micro_batch()
 
     def _measure_rows(self, targets: BatchTargets, part: slice, logits: Tensor) -> TargetTokens:
         """Losses and classes are 0 after an error of the loss, which is kept in `error`; classes also without one
@@ -155,6 +185,11 @@ class RowSums:
             bucket = np.searchsorted(self._edges, measured.positions, side="right") - 1
             np.add.at(self._positions[0], bucket, losses)
             self._positions[1] += np.bincount(bucket, minlength=len(self._edges))
+            if measured.divergences:
+                divergences = torch.cat(measured.divergences).cpu().numpy()
+                np.add.at(self._divergences, measured.documents, divergences)
+                np.add.at(self._divergences_by_position, bucket, divergences)
+                self._agreements += int(torch.cat(measured.agreements).sum())
         self._measured_rows.clear()
 
     def sum_over_ranks(self) -> "Totals":
@@ -168,14 +203,15 @@ class RowSums:
             self._positions.ravel(),
             self._metrics.cpu().numpy().ravel(),
             self._document_metrics.ravel(),
-            np.array([float(self._rows), float(self._hits), float(self._bytes)]),
+            self._divergences,
+            self._divergences_by_position,
+            np.array([float(self._rows), float(self._hits), float(self._bytes), float(self._agreements)]),
         ]
         has_failed = 0.0 if self.error is None else 1.0
         flat = np.concatenate([*(part * factor for part in parts), [has_failed]])
         flat = world.control.sum_array_over_ranks(flat, "sums of an evaluation")
-        documents, positions, metrics, document_metrics, numbers, failures = np.split(
-            flat, np.cumsum([part.size for part in parts])
-        )
+        parts = np.split(flat, np.cumsum([part.size for part in parts]))
+        documents, positions, metrics, document_metrics, divergences, by_position, numbers, failures = parts
         return Totals(
             documents=documents,
             positions=positions.reshape(2, -1),
@@ -185,13 +221,16 @@ class RowSums:
             rows=int(numbers[0]),
             hits=int(numbers[1]),
             bytes=int(numbers[2]),
+            divergences=divergences,
+            divergences_by_position=by_position,
+            agreements=int(numbers[3]),
             failures=int(failures[0]),
         )
 
 
 class Totals(NamedTuple):
     """Sums over all ranks: losses of documents (D,), losses and rows of buckets of positions (2, B), metrics (M, 2),
-    and metrics of documents (M, 2, D)."""
+    and metrics of documents (M, 2, D); under a teacher also divergences of documents (D,) and of buckets (B,)."""
 
     documents: Floats
     positions: Floats
@@ -201,7 +240,16 @@ class Totals(NamedTuple):
     rows: int
     hits: int
     bytes: int
+    divergences: Floats
+    divergences_by_position: Floats
+    agreements: int
     failures: int
+
+    @property
+    def divergence_totals(self) -> "Totals":
+        """The sums with divergences from a teacher in place of losses."""
+        positions = np.stack([self.divergences_by_position, self.positions[1]])
+        return self._replace(documents=self.divergences, positions=positions)
 
     def bucket_by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
         """Return losses by bucket of positions; `documents` of a bucket have a target in it or behind it."""

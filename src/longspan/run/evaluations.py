@@ -167,6 +167,7 @@ class Evaluations:
             stopped=self.stop.stop_reason,
             progress=partial(self.display.show_eval_progress, subject),
             loss=loss_of_documents(entry.documents, self.run.config.train),
+            distillation=self.run.distillation,
         )
         self.run.finish_update()
         try:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from longspan.data.run_order import make_step_order
 from longspan.errors import ConfigError, DataError, LongspanError
 from longspan.model import load_model
 from longspan.run.checks import check_config
+from longspan.run.metrics import read_metrics
 from longspan.train.optim.schedule import Schedule
 from tests.run.runs.homes import gone_on_from_the_first_checkpoint, refusals, train_rows
 from tests.run.runs.test_lora_run import write_base
@@ -56,25 +58,25 @@ class Loop:
         self.order = make_step_order(config, self.corpus)
         self.optimizer = torch.optim.AdamW(self.student.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
 
-    def sums(self, documents: Any) -> tuple[Tensor, int]:
-        """(divergence, cross entropy, right where the teacher is), and targets."""
+    def rows(self, number: int) -> tuple[Tensor, Tensor]:
+        """Of each target of a document (divergence, cross entropy, whether both have one likeliest); positions."""
         gkd: Any = pytest.importorskip("trl.experimental.gkd")
         keys = self.config.distillation
-        parts, targets = list[Tensor](), 0
-        for number in documents:
-            document = self.corpus[number]
-            positions = torch.arange(len(document)).numpy()
-            ids, labels = torch.from_numpy(document[positions]), torch.from_numpy(document.labels(positions))
-            rows = torch.nonzero(labels[1:] != -100).squeeze(1)
-            p, q = (m(input_ids=ids[None], use_cache=False).logits[0][rows] for m in (self.student, self.teacher))
-            q = q[:, : p.shape[1]].detach()
-            divergence = gkd.GKDTrainer.generalized_jsd_loss(
-                p[None], q[None], beta=keys.beta, temperature=keys.temperature, reduction="sum"
-            )
-            ce = torch.nn.functional.cross_entropy(p, labels[rows + 1], reduction="sum")
-            parts.append(torch.stack([divergence, ce, (p.argmax(-1) == q.argmax(-1)).sum()]))
-            targets += len(rows)
-        return torch.stack(parts).sum(0), targets
+        document = self.corpus[number]
+        positions = torch.arange(len(document)).numpy()
+        ids, labels = torch.from_numpy(document[positions]), torch.from_numpy(document.labels(positions))
+        rows = torch.nonzero(labels[1:] != -100).squeeze(1)
+        p, q = (m(input_ids=ids[None], use_cache=False).logits[0][rows] for m in (self.student, self.teacher))
+        q = q[:, : p.shape[1]].detach()
+        divergence = gkd.GKDTrainer.generalized_jsd_loss(
+            p[None], q[None], beta=keys.beta, temperature=keys.temperature, reduction="none"
+        )[0].sum(-1)
+        ce = torch.nn.functional.cross_entropy(p, labels[rows + 1], reduction="none")
+        return torch.stack([divergence, ce, p.argmax(-1) == q.argmax(-1)]), rows
+
+    def sums(self, documents: Any) -> tuple[Tensor, int]:
+        parts = [self.rows(number)[0] for number in documents]
+        return torch.stack([part.sum(-1) for part in parts]).sum(0), sum(part.shape[1] for part in parts)
 
     def step(self, step: int) -> dict[str, float]:
         self.optimizer.param_groups[0]["lr"] = Schedule.of(self.config.optimizer, self.config.train.steps).lr_at(step)
@@ -96,16 +98,40 @@ def compare(rows: list[dict[str, Any]], loop: Loop) -> None:
 
 PLANS: dict[str, dict[str, Any]] = {
     "cp 2": {},
-    "dynamic": {"context__planner": "dynamic", "context__context_parallel_size": 0},
+    "dynamic": {"context__planner": "dynamic", "context__context_parallel_size": 0, "optimizer__lr": 1e-4},
 }
 
 
 @pytest.mark.parametrize("plans", PLANS)
 def test_a_run_is_a_loop_with_trls_divergence(plans: str, tmp_path: Path, models: tuple[Path, Path]) -> None:
+    if plans == "dynamic":  # a teacher that is near, with which the student mostly agrees
+        near = load_model(models[0], dtype="float64")
+        with torch.no_grad():
+            for number, parameter in enumerate(near.parameters()):
+                torch.manual_seed(number)
+                parameter += 0.01 * torch.randn_like(parameter)
+        models = models[0], shutil.copytree(models[0], tmp_path / "near")
+        near.save_pretrained(models[1])
     config = run_of(tmp_path, models, **PLANS[plans])
     rows = train_rows(config, 2)
     assert len(rows) == 3 and all(row["teacher_mass"] == 1 and row["entropy"] > 0 for row in rows)
-    compare(rows, Loop(config, models))
+    loop = Loop(config, models)
+    compare(rows, loop)
+    evaluations = [row for row in read_metrics(tmp_path / "run/metrics.jsonl") if "eval_kl" in row]
+    assert len(evaluations) == 2  # at degrees 1 and 2
+    (kl, ce, same), targets = loop.sums(loop.order.evaluation)
+    assert plans != "dynamic" or 0 < same < targets
+    by_position = Counter[int]()
+    for number in loop.order.evaluation:
+        (values, _, _), positions = loop.rows(number)
+        for position, value in zip(positions.tolist(), values.tolist(), strict=True):
+            by_position[0 if position < 128 else 128] += value
+    for row in evaluations:
+        wanted = {"loss": ce, "kl": kl, "agreement": same}
+        assert all(abs(row[f"eval_{name}"] - x.item() / targets) < 1e-9 for name, x in wanted.items())
+        found = {first: mean * count for first, _, mean, count, _ in row["kl_by_position"]}
+        assert found == pytest.approx(by_position, rel=1e-9)
+        assert sum(mean * count for _, _, mean, count, _ in row["kl_by_length"]) == pytest.approx(kl.item(), rel=1e-9)
     assert "teacher" not in json.dumps([str(p) for p in (tmp_path / "run/checkpoints").rglob("*")])
 
 

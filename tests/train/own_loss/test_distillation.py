@@ -15,16 +15,19 @@ from torch import Tensor
 from longspan import Layout, World, plan_dynamic, plan_fixed, run_step
 from longspan.errors import LongspanError
 from longspan.model.adapted_modules import unwrap_peft_model
+from longspan.model.frozen.frozen_weights import weights_to_pack
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import Distillation, Document, share_prefixes
 from longspan.train.divergence import Divergence
 from tests.model.deep import deep
+from tests.model.frozen.packed_models import WIDE, through_nf4
 from tests.model.lora.adapted import adapted
 from tests.model.stock import SIZES, error, gradients_of, prepare_untried, random_model
 from tests.mutation import mutated
 from tests.train.own_loss import test_families as families
 from tests.train.own_loss.dense import LENGTHS, Answer, documents_of, targets_of
+from tests.train.own_loss.test_scores import SMALL_LINEAR
 from tests.train.steps.test_divergence import reference, reference_of_tables
 
 TARGETS, VOCABULARY = targets_of(documents_of()), 62
@@ -51,6 +54,7 @@ class Case:
     teacher: str = "llama"
     chunk: int = 0
     options: tuple[tuple[str, Any], ...] = ()
+    teacher_options: tuple[tuple[str, Any], ...] = ()
     settings: dict[str, Any] = field(default_factory=lambda: WHOLE, compare=False)
     whole: bool = False  # of the whole table
     shares: bool = False  # whether documents share prefixes
@@ -59,8 +63,8 @@ class Case:
         return families.documents_of(VOCABULARY - 1) if self.shares else documents_of()
 
     def casts(self) -> AbstractContextManager[None]:
-        """Models are made inside: theirs are tables of rotary positions."""
-        if not self.shares:
+        """Models are made inside: theirs are tables of rotary positions. Delta nets cast to float32 as well."""
+        if not self.shares and self.student != "hybrid":
             return nullcontext()
         model_of(self.student), teacher_of(self.teacher)  # imports their modules, which are patched
         return families.casts_in_float64()
@@ -88,6 +92,11 @@ CASES = [
     CAPPED,
     Case("shared prefixes", Layout(2), families.fixed(2, 60), shares=True),
     Case("shared prefixes, dynamic", Layout(2), families.dynamic(55), settings=LIKELIEST, shares=True, whole=True),
+    Case("a packed teacher on the host", Layout(2), dynamic(24), teacher="nf4",
+         teacher_options=(("frozen", "nf4"), ("offload_weights", True))),
+    Case("a packed teacher, tp 2", Layout(4, tp=2), dynamic(24), "qwen3-moe", "nf4", whole=True,
+         teacher_options=(("frozen", "nf4"), ("mlp_tile_tokens", 8))),
+    Case("a hybrid student, sharded by rows", Layout(2), fixed(2, 24), "hybrid", "hybrid", whole=True),
     Case("cp 3", Layout(3), fixed(3, 24), whole=True),
     Case("cp 4, all-to-all around a ring", Layout(4), fixed(
         4, 24, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=2), settings=REVERSE, whole=True),
@@ -97,13 +106,24 @@ CASES = [
 ]  # fmt: skip
 
 
+def hybrid(vocabulary: int) -> Any:
+    sizes = SIZES | SMALL_LINEAR | {"vocab_size": vocabulary}
+    return random_model(transformers.Qwen3NextConfig(**sizes, num_experts=0), attn_implementation="sdpa")
+
+
 def model_of(family: str) -> Any:
+    if family == "hybrid":
+        return hybrid(VOCABULARY)
     return adapted("llama", "every linear") if family == "adapter" else deep(family, torch.float64, 2, VOCABULARY)
 
 
 def teacher_of(family: str) -> Any:
     """Of other weights than any student's, and of a larger head."""
-    if family == "gemma3":
+    if family == "nf4":
+        model = random_model(transformers.LlamaConfig(**WIDE | {"vocab_size": TEACHER_VOCABULARY}))
+    elif family == "hybrid":
+        model = hybrid(TEACHER_VOCABULARY)
+    elif family == "gemma3":
         sizes = {**SIZES, "sliding_window": 5, "query_pre_attn_scalar": 8}
         config = transformers.Gemma3TextConfig(**sizes, final_logit_softcapping=1.5)
         model = random_model(config, attn_implementation="sdpa")
@@ -123,6 +143,10 @@ def dense(case: Case, documents: Sequence[Document], tables: Sequence[Any] = ())
 
 def _dense(case: Case, documents: Sequence[Document], tables: Sequence[Any]) -> tuple[Answer, dict[str, float]]:
     student, teacher = model_of(case.student), teacher_of(case.teacher)
+    if case.teacher == "nf4":
+        for module, name in weights_to_pack(teacher).values():
+            weight = getattr(module, name).data
+            weight.copy_(through_nf4(weight, weight.dtype))
     settings = dict(case.settings)
     weight = settings.pop("cross_entropy_weight", 0.0)
     divergence = Divergence(**settings)
@@ -156,7 +180,7 @@ def _dense(case: Case, documents: Sequence[Document], tables: Sequence[Any]) -> 
 
 def errors_of(case: Case, world: World, wanted: tuple[Answer, dict[str, float]]) -> dict[str, float]:
     student = prepare_untried(model_of(case.student), world, **dict(case.options))
-    teacher = prepare_untried(teacher_of(case.teacher), world)
+    teacher = prepare_untried(teacher_of(case.teacher), world, **dict(case.teacher_options))
     answer, figures = wanted
     loss, (documents, plan) = Distillation(teacher, **case.settings), case.planned(case.documents())
     found = dict[str, float]()

@@ -73,6 +73,8 @@ class Distillation:
 class TeacherPasses:
     """A teacher's passes over the micro-batches of a step or an evaluation, and its logits of rows with a target."""
 
+    likeliest = 0  # no tables are read
+
     def __init__(self, teacher: nn.Module, plan: Plan, world: World) -> None:
         self._teacher: Any = teacher
         self._plan = plan
@@ -173,11 +175,35 @@ class TeacherPasses:
         with torch.no_grad():
             return head(hidden[part])
 
+    def measure_rows(self, divergence: Divergence, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Return the divergences (t,) of some targets' logits (t, V), and whether both models' likeliest tokens are the
+        same, of those that both have.
+        """
+        teacher_logits = self.logits(part)
+        columns = min(logits.shape[1], teacher_logits.shape[1])
+        first, second = (x[:, :columns].argmax(-1) for x in (logits, teacher_logits))
+        return divergence.compare_rows(logits, teacher_logits, None).losses, first == second
+
     def end_micro_batch(self) -> None:
         """Free what is left of the teacher's pass, and what is gathered of its head."""
         if self._targets is not None:
             self._targets[1].release()
         self._targets = None
+
+
+TeacherComparison = TeacherPasses | TableComparison
+
+
+def compare_with_teacher(loss: Distillation, inputs: StepInputs) -> TeacherComparison:
+    """Return what compares a model's rows with a teacher, or with its tables, once it is known that it can; entered by
+    all ranks.
+    """
+    if isinstance(loss.teacher, TeacherTables):
+        comparison = TableComparison(loss.teacher)
+    else:
+        comparison = TeacherPasses(loss.teacher, inputs.plan, inputs.world)
+    comparison.check_models(inputs)
+    return comparison
 
 
 class DistillationTerm(Term):
@@ -207,13 +233,8 @@ class DistillationTerm(Term):
             return loss.divergence(), self._target_count, compared
 
         self._divergence, self.divisor = agree_on_loss(make_divergence, divisor, inputs.world)
-        self._teacher: TeacherPasses | TableComparison
-        if isinstance(loss.teacher, TeacherTables):
-            self.likeliest = loss.top_k
-            self._teacher = TableComparison(loss.teacher)
-        else:
-            self._teacher = TeacherPasses(loss.teacher, plan, inputs.world)
-        self._teacher.check_models(inputs)
+        self._teacher = compare_with_teacher(loss, inputs)
+        self.likeliest = self._teacher.likeliest
         self._sums = torch.zeros(len(FIGURES), dtype=torch.float64, device=inputs.world.device)
 
     def read(self, batches: Sequence[LocalBatch]) -> None:

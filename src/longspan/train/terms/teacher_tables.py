@@ -192,6 +192,7 @@ class TableComparison:
 
     def __init__(self, tables: TeacherTables) -> None:
         self._tables = tables
+        self.likeliest = tables.top_k
         # The tables (n, k + 1, 2) of a micro-batch's targets, on the device, as bits of int32.
         self._entries: Tensor | None = None
 
@@ -240,6 +241,15 @@ class TableComparison:
         log_probs = entries[..., 1].contiguous().view(torch.float32)
         likeliest = LikeliestRows(entries[:, :-1, 0].long(), log_probs[:, :-1], log_probs[:, -1])
         return divergence.compare_likeliest(logits, likeliest, self._tables.vocabulary, weights)
+
+    def measure_rows(self, divergence: Divergence, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Return the divergences (t,) of some targets' logits (t, V), and whether the student's likeliest token is the
+        tables' first.
+        """
+        assert self._entries is not None, "the tables come before the student's pass"
+        likeliest = logits[:, : self._tables.vocabulary].argmax(-1)
+        losses = self.compare(divergence, logits, part, None).losses
+        return losses, likeliest == self._entries[part][:, 0, 0]
 
     def end_micro_batch(self) -> None:
         """Free the tables."""
