@@ -20,7 +20,7 @@ from longspan.errors import ModelError
 from longspan.model.feature import Feature
 from longspan.model.kinds import attends_to_entries, reads_window_before
 from longspan.model.seams.chosen_keys.index_scores import ScoreOperands, choose_best_keys
-from longspan.model.seams.chosen_keys.indexers import LowestFirst
+from longspan.model.seams.chosen_keys.indexers import LowestFirst, take_empty_mask
 from longspan.model.seams.chosen_keys.row_runs import argument_rows, row_runs
 from longspan.model.seams.doctor_hint import doctor_hint
 from longspan.model.seams.meta_pass import attention_dropout
@@ -66,15 +66,7 @@ def shard_entry_modules(model: nn.Module, *, alone: bool = False) -> None:
         compressor: Any = module.compressor
         window = int(module.sliding_window)  # pyright: ignore[reportArgumentType]
         compressor.forward = partial(_make_no_entries if alone else _make_entries, compressor, window)
-        # It is no hook: around a module that has one, torch 2.11 does not compile a layer whose attention is left out.
-        module.forward = partial(_forward_with_mask, module)
-
-
-def _forward_with_mask(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The class joins what its compressor returns for a mask to this one: so chosen entries reach attention."""
-    if kwargs.get("attention_mask") is None:
-        kwargs["attention_mask"] = hidden_states.new_empty((1, 1, hidden_states.shape[1], 0), dtype=torch.int32)
-    return type(module).forward(module, hidden_states, *args, **kwargs)
+        take_empty_mask(module, torch.int32)
 
 
 def layer_entries(compressor: Any, window: int, shard: SequenceShard) -> tuple[EntryMembers, ...]:

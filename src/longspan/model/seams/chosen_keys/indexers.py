@@ -7,7 +7,7 @@ are, the lowest positions are chosen: `topk` has no order among them. As in tran
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -109,17 +109,27 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
     for module in model.modules():
         if attends_to_chosen_keys(module):
             carry_positions(module)
-            module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
+            take_empty_mask(module, torch.bool)
             if not alone and hasattr(module, "expand_kv"):
                 vars(module)["expand_kv"] = partial(_expand_or_keep_latents, module)
 
 
-def _put_empty_mask(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """A layer's class may cut the indexer's mask out of it; `sharded_attention` takes one without columns for none."""
-    if kwargs.get("attention_mask") is not None:
-        return args, kwargs
-    hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    return args, kwargs | {"attention_mask": hidden.new_empty((1, 1, hidden.shape[1], 0), dtype=torch.bool)}
+def take_empty_mask(module: Any, dtype: torch.dtype) -> None:
+    """Let an attention module that gets no mask take one of this type without columns.
+
+    Its class cuts the indexer's mask out of it, or joins what its compressor returns to it, which reaches attention so.
+    It is no hook: around a module with hooks torch 2.11 compiles no layer whose attention is outside of the graph.
+    """
+    module.empty_mask_dtype = dtype
+    module.forward = MethodType(_forward_with_mask, module)
+
+
+def _forward_with_mask(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("attention_mask") is None:
+        kwargs["attention_mask"] = hidden_states.new_empty(
+            (1, 1, hidden_states.shape[1], 0), dtype=module.empty_mask_dtype
+        )
+    return type(module).forward(module, hidden_states, *args, **kwargs)
 
 
 @break_graphs_around
