@@ -141,6 +141,13 @@ MANY = (
 )
 LOGNORM = "--distribution lognorm --seed 5 --tokens 98304 --longest_document 4080"
 RING = "--context.context_parallel_size 4 --context.cp_comm_type p2p"
+EVALUATION = "{python} bench/evaluation/evaluation_degrees.py --out {out} --whole true"
+# the mixture of eight ranks whose plans give each document a degree of its own, through each axis of a home
+DYNAMIC_8 = (
+    f"{PRICED} --model.preset qwen3-30b-a3b --layers 8 --lengths bench/training/lengths_5123.json "
+    "--planners fixed,dynamic --context.max_tokens_per_slot 4096"
+)
+AXES_8 = {"pp": "pp 2", "tp": "tp 2", "ep": "ep 4", "all": "pp 2 --parallel.tp 2 --parallel.ep 2"}
 PEER_6555 = f"{MIXTURE} --lengths bench/peers/lengths_6555.json --context.max_tokens_per_slot 4096 --parallel.ep 4"
 
 
@@ -174,6 +181,11 @@ RUNS = (
     # settings that others publish gains of dynamic plans for (bench/peers): a fixed plan made as theirs, then ours
     GpuRun(
         "peer-5123-ring", 300, f"{MANY.replace('fixed,dynamic', 'fixed')} --context.max_tokens_per_slot 2048 {RING}", 4
+    ),
+    GpuRun(
+        "peer-5123-ring-two",
+        200,
+        f"{MANY.replace('fixed,dynamic', 'fixed')} --context.max_tokens_per_slot 4096 {RING.replace('4', '2')}",
     ),
     GpuRun("peer-6555-ring", 150, f"{PEER_6555} --planners fixed {RING}", 4),
     GpuRun("peer-6555", 150, f"{PEER_6555} --planners fixed,dynamic", 4),
@@ -234,6 +246,8 @@ RUNS = (
             ("grpo", 340, f"--loss policy {ANSWERS} --world 1", 1),
             ("grpo-2", 240, f"--loss policy {ANSWERS} --context.cp_comm_type p2p", 2),
             ("grpo-2-a2a", 240, f"--loss policy {ANSWERS} --context.cp_comm_type a2a", 2),
+            # 64 answers of 2K to a prompt of 128K; two of the separate documents, which take 24 minutes, are timed
+            ("answers", 400, f"--loss policy --families 64x131072+2048 --separate 2 {QUESTIONS}", 2),
             ("questions", 480, f"--families 20x100000+200 --separate 2 --world 1 {QUESTIONS}", 1),
         )
     ),
@@ -272,6 +286,32 @@ RUNS = (
     GpuRun("trainer-train", 100, f"{TRAINER} --plan_memory --out {{folder}}/trainer.json --ways train"),
     GpuRun("trainer-sft", 95, f"{TRAINER} --plan_memory --out {{folder}}/trainer.json --ways SFTTrainer"),
     GpuRun("trainer-trl", 95, f"{TRAINER} --plan_memory --out {{folder}}/trainer.json --ways 'TRL cp'"),
+    *(  # one document over weights that every GPU has whole; the rule by which PP 4 is composed is judged on two stages
+        GpuRun(f"evaluation-whole-{name}", seconds, f"{EVALUATION} --documents 1 --cases {flags}")
+        for name, seconds, flags in (
+            ("published", 60, "1k-tp1,8k-tp1"),
+            *((f"{rows >> 10}k", 50, f"8k-tp1 --tokens {rows}") for rows in (16384, 32768, 65536, 131072)),
+            ("pp2", 60, "8k-pp2,16k-pp2"),
+        )
+    ),
+    GpuRun("calibrate", 120, "{python} -m longspan bench calibrate --out {out}"),
+    # the four capabilities on eight GPUs, beside bridge-8 below; four documents are the published work of four slots
+    GpuRun("evaluation-eight", 240, f"{EVALUATION} --documents 4 --cases 1k-tp2,8k-tp2,8k-tp2-pp2,16k-tp2-pp2", 8),
+    GpuRun("evaluation-eight-pp4", 150, f"{EVALUATION} --documents 2 --cases 8k-pp4,16k-pp4", 8),
+    *(GpuRun(f"dynamic-eight-{name}", 200, f"{DYNAMIC_8} --parallel.{keys}", 8) for name, keys in AXES_8.items()),
+    *(
+        GpuRun(f"hierarchical-{name}", 120, f"{command} --lengths 16384,65536,131072,262144 --hierarchical 4,2", 8)
+        for name, command in (
+            ("eight", f"{ATTENTION.replace('a2a', 'a2a,a2a+p2p')}"),
+            ("two-nodes", f"{NODES} {ATTENTION.replace('{python}', 'python').replace('a2a', 'a2a,a2a+p2p')}"),
+        )
+    ),
+    GpuRun(
+        "convergence-mixture",
+        900,
+        "{python} bench/training/convergence.py --preset qwen3-moe-tiny --device cuda --world 2 --steps 2000 "
+        "--recipes adamw:bfloat16:0.001 --out {out}",
+    ),
     *(  # two documents on four GPUs are the published work of each
         GpuRun(
             f"evaluation-{name}",

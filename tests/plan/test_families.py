@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 from longspan import Group, Layout, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import Partition
-from longspan.plan import Cost
+from longspan.model.presets import preset_config
+from longspan.plan import Cost, CostSettings, Machine
 from longspan.plan.plan_rows import plan_row, read_plan_row
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.planners.request import Request
@@ -165,3 +166,14 @@ def test_a_family_that_does_not_fit_and_padding_are_refused():
         plan_fixed([5, 6, 7], Layout(1), 1, max_tokens_per_slot=16, parents=[-1, 0, 0])
     with pytest.raises(PlanError, match="padded plan lays documents out alone"):
         plan_padded([5, 6, 7], Layout(1), 1, parents=[-1, 0, 0])
+
+
+def test_64_answers_to_a_prompt_of_128k_are_priced_at_18_times_as_fast_as_separate_documents():
+    """Full training of Qwen3-8B's shape on two H200s, every layer recomputed: at most 75 seconds a step."""
+    prompt, answer, count, home = 131_072, 2_048, 64, Layout(2)
+    settings = CostSettings(checkpoint_policies=("full",) * 36)
+    cost = Machine.known("H200").cost(preset_config("qwen3-8b"), settings)
+    lengths = [prompt - 1, *[answer + 1] * count]
+    tree = plan_fixed(lengths, home, 2, cost=cost, parents=[-1, *[0] * count])
+    separate = min(plan_fixed([prompt + answer] * count, home, cp, cost=cost).predicted_seconds for cp in (1, 2))
+    assert tree.predicted_seconds <= 75 and separate >= 18 * tree.predicted_seconds
