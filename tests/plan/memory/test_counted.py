@@ -1,7 +1,8 @@
 """The plan of memory beside bytes of real models, counted on a CPU: what layers keep within 2 %, peaks within 10 %."""
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from longspan.comm.channel import Channel
 from longspan.layout import Layout
 from longspan.model.adapters.new_adapter import NewAdapter, add_lora
 from longspan.model.exactness.small_copies import shrink_configuration
+from longspan.model.fsdp_params import fsdp_modules, fsdp_param_groups
 from longspan.model.layers import decoder_layers
 from longspan.plan import Machine, MemoryNeeds, MemorySettings, Plan, messages, plan_fixed
 from longspan.plan.memory import layer_table
@@ -466,3 +468,48 @@ def test_exchanged_heads_are_counted_as_they_are_kept_and_travel() -> None:
             assert slices == (4 if name == "one by one" else 2), name
             assert abs(planned - counted) <= PEAK * counted, (name, planned, counted)
         assert peaks["one by one"][2] < peaks["at once"][2]
+
+
+# ---- embedding and head, whole only while they run
+
+
+def _whole_around_layers(model: Any) -> int:
+    """Bytes of gathered parameters outside of layers."""
+    blocks = [module for layer in decoder_layers(model).values() for module in layer.modules()]
+    groups = fsdp_param_groups([module for module in fsdp_modules(model) if module not in blocks])
+    whole = [x._unsharded_param for group in groups if group.is_unsharded for x in group.fsdp_params]
+    return sum(x.untyped_storage().nbytes() for x in whole)
+
+
+def _whole_in_a_step(model: Any, run: Callable[[], Any]) -> tuple[set[int], set[int]]:
+    """These bytes while layers run, and at the loss."""
+    beside_layers, at_loss = set[int](), set[int]()
+    for layer in decoder_layers(model).values():
+        layer.register_forward_hook(lambda *_: beside_layers.add(_whole_around_layers(model)))
+        layer.register_full_backward_pre_hook(lambda *_: beside_layers.add(_whole_around_layers(model)))
+    model.get_output_embeddings().register_forward_hook(lambda *_: at_loss.add(_whole_around_layers(model)))
+    run()
+    return beside_layers, at_loss
+
+
+def _weights_around_layers(rank: int) -> list[str]:
+    """Where what is whole while a layer runs, or at the loss, is not what is planned."""
+    wrong = list[str]()
+    with World(Layout(2), backend=backend()) as world:
+        plan = plan_fixed([64], world.home, cp=2)
+        for tied, rank_of_adapter in itertools.product((False, True), (0, 4)):
+            config = config_of("qwen3")
+            config.tie_word_embeddings = tied
+            settings = MemorySettings(parameter_bytes=2, gpu=False, lora_rank=rank_of_adapter, adapter_bytes=2)
+            (place,) = MemoryNeeds.of(config.to_dict(), world.home, plan, settings).places
+            lora = {"rank": rank_of_adapter} if rank_of_adapter else None
+            model, documents = prepared_model(config, plan, world, lora, 0, {"shard_parameters": True})
+            found = _whole_in_a_step(model, partial(run_step, model, plan, documents, world))
+            planned = {place.root.whole * 2}, {(place.root + place.loss_head).whole * 2}
+            if found != planned:
+                wrong.append(f"tied {tied}, adapter {rank_of_adapter}: {found} for {planned}")
+    return wrong
+
+
+def test_weights_around_layers_are_whole_when_they_are_planned_to_be() -> None:
+    assert run_ranks(_weights_around_layers, 2) == [[], []]

@@ -444,22 +444,25 @@ def test_weights_that_stay_on_the_device(layout: Layout, settings: Any, config: 
 
 
 def test_seconds_of_weights_on_the_host() -> None:
-    """A layer's 772 MB arrive in 15.1 ms at 51 GB/s, as many leave; the root's 4.98 GB show, each way."""
+    """A layer's 772 MB arrive in 15.1 ms at 51 GB/s, as many leave; the embedding's 2.49 GB show, each way, and what
+    the head's take longer than a layer's forward pass.
+    """
 
     def added(rows: int, **settings: Any) -> float:
         needs = needs_of(rows, home=Layout(1), offload_weights=True, **settings)
         return needs.prices.streaming_seconds(needs.under("full"))
 
-    root = (2 * 151936 + 1) * 4096 * 4 / 51e9
-    assert added(32768) == added(65536) == pytest.approx(2 * root)
+    embedding = (151936 + 1) * 4096 * 4 / 51e9
+    assert added(65536) == added(131072) == pytest.approx(2 * embedding)
+    assert 2 * embedding < added(32768) < 2.2 * embedding
     assert added(4096) > added(8192) > added(32768)
     assert added(8192, parameter_bytes=2) < added(8192) / 2
-    assert added(65536, lora_rank=16, parameter_bytes=2) == pytest.approx(root / 2)
+    assert added(65536, lora_rank=16, parameter_bytes=2) == pytest.approx(embedding / 2)
 
 
 def test_seconds_of_an_update_on_the_host() -> None:
     """Weights, gradients and both moments of 4 bytes come at 51 GB/s behind a forward pass, beside the weights of its
-    layers, but those of embedding and head, which it begins with.
+    layers, but those of the embedding, which it begins with.
     """
 
     def added(rows: int, **settings: Any) -> float:
@@ -475,11 +478,11 @@ def test_seconds_of_an_update_on_the_host() -> None:
 
     number = 8.19e9 * 4 / 51e9
     assert added(32768) == 0.0
-    root = 2 * 151936 * 4096 / 8.19e9
+    root = 151936 * 4096 / 8.19e9
     assert added(131072, offload_weights=True) == pytest.approx(4 * number * root, rel=1e-3)
     assert added(1, offload_weights=True) == pytest.approx(4 * number, rel=1e-3)  # layers' weights fill the bus
     forward = Machine().cost(QWEN3_8B).work_seconds(32768, 32768**2) / 3
-    room = float(forward) - number * (1 - root)
+    room = float(forward) - number * (1 - 2 * root)
     assert room > 0.5 and added(32768, offload_weights=True) == pytest.approx(4 * number - room, rel=2e-2)
     assert added(65536, offload_optimizer_states=True) == pytest.approx(2 * number * root, rel=1e-3)
     assert added(1, offload_optimizer_states=True) == pytest.approx(2 * number, rel=1e-2)
@@ -489,7 +492,7 @@ def test_seconds_of_an_update_on_the_host() -> None:
 def test_a_cost_has_copies_from_the_host() -> None:
     machine = Machine()
     plain = machine.cost(QWEN3_8B, CostSettings(shards=1))
-    root = 2 * 151936 * 4096 / 8.19e9
+    root = 151936 * 4096 / 8.19e9
 
     def cost(**settings: Any) -> Cost:
         return machine.cost(QWEN3_8B, CostSettings(shards=1, **settings))
@@ -551,7 +554,7 @@ def test_lengths_that_fit_with_weights_on_the_host(
     memory = choose(least)
     assert memory.offload_weights and memory.fits(budget)
     with pytest.raises(PlanError, match="does not fit"):
-        choose(least if gpus == 1 else 2_000_000, offload_weights=False)
+        choose(least if gpus == 1 else 2_100_000, offload_weights=False)
 
 
 # ---- frozen weights in 4 and 8 bits
@@ -566,11 +569,15 @@ def test_packed_weights_lie_as_bytes_and_are_whole_in_a_gathered_layer() -> None
     assert nf4.packed == 36 * layer * 0.5625 / 4 and whole.packed == 0
     assert whole.weights - nf4.weights == 36 * layer * 2 / 4
     # of the layer that is fetched ahead the bytes, of the one that runs the weights
-    assert whole.gathered - nf4.gathered == pytest.approx(layer * (2 - 0.5625), rel=1e-6)
+    lora.pop("rows")
+    gathered = [max(x.gathered for x in _moments(**lora, **form) if not x.logits) for form in ({}, {"frozen": "nf4"})]
+    assert gathered[0] - gathered[1] == pytest.approx(layer * (2 - 0.5625), rel=1e-6)
     assert planned("none", frozen="nf4", rows=512).device == planned("none", rows=512).device  # nothing is frozen
-    one = {"home": Layout(1), "plan": plan_fixed([64], Layout(1), cp=1)}
-    alone = planned("none", frozen="nf4", **one | lora).device
-    assert alone.work >= layer * 0.5625 > planned("none", **one | lora).device.work  # while it is unpacked
+    works = list[int]()
+    for form in ({"frozen": "nf4"}, {}):  # of short documents a layer's work is the least
+        needs = needs_of(64, home=Layout(1), **lora, **form)
+        works.append(max(x.work for x in needs.places[0].bytes_at_moments(needs.loads, ["none"] * 36)))
+    assert works[0] >= layer * 0.5625 > works[1]  # while it is unpacked
     place = needs_of(32, "p2p", lora_rank=16, frozen="nf4", mtp_layers=1).places[0]
     assert [numbers.packed for numbers in place.numbers.layers] == [layer] * 36 + [0]  # a depth is whole
 
@@ -590,10 +597,10 @@ def test_packed_weights_wait_on_the_host_as_bytes() -> None:
     keys: dict[str, Any] = {"home": Layout(1), "parameter_bytes": 2, "lora_rank": 16, "frozen": "nf4"}
     needs, streamed = needs_of(32768, **keys), needs_of(32768, offload_weights=True, **keys)
     shown = streamed.prices.streaming_seconds(streamed.under("full"))
-    assert shown == pytest.approx(root * 2 / 51e9, rel=1e-3)  # layers' copies hide
+    assert shown == pytest.approx(root / 51e9, rel=1e-3)  # copies of layers and of the head hide
     settings = CostSettings(shards=1, trains_all=False, frozen="nf4")
     costs = [Machine().cost(QWEN3_8B, one.under("full").cost_settings(settings)) for one in (needs, streamed)]
-    assert costs[1].streaming_seconds == pytest.approx(36 * layer * 0.5625 / 51e9, rel=1e-2)
+    assert costs[1].streaming_seconds == pytest.approx((36 * layer * 0.5625 + root) / 51e9, rel=1e-2)
     assert costs[1].micro_batch_seconds - costs[0].micro_batch_seconds == pytest.approx(shown, rel=1e-2)
 
 

@@ -324,17 +324,19 @@ class Machine:
     def _add_host_seconds(
         self, cost: Cost, shape: ModelShape, settings: CostSettings, packed: PackedWeights
     ) -> Cost:
-        """Copies of the root, embedding and head, hide behind nothing: they come before the first layer, for a pass
-        and for an update that hides behind the pass, and their gradients go after it. Every backward pass but the
-        first also waits for gradients that come back."""
+        """Copies of the root, the embedding, hide behind nothing: they come before the first layer, for a pass and for
+        an update that hides behind the pass, and their gradients go after it. The head's, unless it is the embedding,
+        hide as a layer's do. Every backward pass but the first also waits for gradients that come back."""
         streamed, paged = (
             size / self.paging_bytes_per_second for size in (settings.streamed_bytes, settings.paged_bytes)
         )
-        layer_weights = shape.weights - shape.hidden * shape.logits + shape.stored_experts - shape.expert_weights
-        root_bytes = (shape.stored_weights - layer_weights) * settings.bytes_per_number
+        head = shape.hidden * shape.logits
+        layer_weights = shape.weights - head + shape.stored_experts - shape.expert_weights
+        around_layers = (shape.stored_weights - layer_weights) * settings.bytes_per_number
+        root_bytes = max(around_layers - head * settings.bytes_per_number, around_layers / 2)
         layer_bytes = (layer_weights - packed.numbers - packed.experts) * settings.bytes_per_number
         layer_bytes += packed.bytes + packed.experts_bytes
-        root_share = root_bytes / max(1, root_bytes + layer_bytes)
+        root_share = root_bytes / max(1, around_layers + layer_bytes)
         # weights come; gradients go where some are made
         copies = 1 if not settings.trains_all or cost.passes == "forward" else 2
         # A forward pass alone has no update.

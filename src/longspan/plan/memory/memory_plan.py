@@ -313,7 +313,7 @@ class MemoryPrices:
         layers = len(place.stage.layers)
         layer_seconds, _ = self._layer_work
         hiding_seconds = layers * max(0.0, layer_seconds * FORWARD_SHARE - self._layer_copy_seconds(memory))
-        root_share = place.stage.root.trained / max(1.0, place.stage.all.trained)
+        root_share = place.root.trained / max(1.0, place.stage.all.trained)
         return max(root_share * seconds, seconds - hiding_seconds)
 
     def _layer_copy_seconds(self, memory: MemoryPlan) -> float:
@@ -324,22 +324,25 @@ class MemoryPrices:
 
     def streaming_seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds of a micro-batch, in the mean over a step's, in which nothing runs but copies of weights
-        on the host: those of the root and its gradients, and what a layer's copies take longer than its work, in each
-        pass. In all micro-batches but the first, sums of gradients come back too. 0 where no weights are on the host.
+        on the host: those of the embedding and its gradients, what the head's take longer than the last layer, and a
+        layer's than its work, in each pass. In all micro-batches but the first, sums of gradients come back too. 0
+        where no weights are on the host.
         """
         if not memory.offload_weights:
             return 0.0
         place = self.place
-        root_numbers = place.stage.root
-        root_bytes = place.weight_bytes(root_numbers, on_host=True)
-        root_bytes += place.gradient_bytes(root_numbers) * place.trained_on_host
+        opening_bytes = place.weight_bytes(place.opening, on_host=True)
+        opening_bytes += place.gradient_bytes(place.root) * place.trained_on_host
+        head_seconds = place.weight_bytes(place.loss_head, on_host=True) / self.machine.paging_bytes_per_second
         copy = self._layer_copy_seconds(memory)
         work, _ = self._layer_work
         backward = (1 - FORWARD_SHARE) * work
         shown = max(0.0, copy - FORWARD_SHARE * work) + max(0.0, copy - backward) / place.micro_batches
         later_copy = 2 * copy if place.trained_on_host else copy
         shown += max(0.0, later_copy - backward) * (1 - 1 / place.micro_batches)
-        return len(place.stage.layers) * shown + root_bytes / self.machine.paging_bytes_per_second
+        around_layers = opening_bytes / self.machine.paging_bytes_per_second
+        around_layers += max(0.0, head_seconds - FORWARD_SHARE * work)
+        return len(place.stage.layers) * shown + around_layers
 
     def seconds_on_device(self, choice: Form, policies: Sequence[CheckpointPolicy]) -> float:
         """Return the seconds of layers and of gathers where layers keep what `policies` say and the rest is as in

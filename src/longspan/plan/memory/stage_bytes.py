@@ -1,7 +1,8 @@
 """What a rank holds at the moments of a step: at the loss, while each layer runs backward, and at the update.
 
-FSDP2 (torch 2.11 to 2.15) holds the weights of the root (embedding and head) whole throughout, in backward those of a
-layer and of the one before, which it fetches ahead, and what is sent of the gradients of the layer behind.
+FSDP2 (torch 2.11 to 2.15) holds the weights of the root (a trained embedding among them) whole throughout, those of the
+head at the loss, in backward those of a layer and of the one before, which it fetches ahead, and what is sent of the
+gradients of the layer behind. Where weights stay gathered, the root has the head too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -121,6 +122,29 @@ class StageBytes:
             and not self.settings.reshard_after_forward
             and not self.keeps_gradients_unsharded
         )
+
+    @cached_property
+    def loss_head(self) -> Numbers:
+        """What is gathered for the loss alone: the head, unless it is one with a trained embedding; nothing where
+        weights stay gathered (model/sharding.py).
+        """
+        settings = self.settings
+        stays = not settings.shard_parameters or self.always_whole or not settings.reshard_after_forward
+        head = self.numbers.head
+        return Numbers() if stays or (self.numbers.tied and head.trained) else head
+
+    @cached_property
+    def root(self) -> Numbers:
+        """What is whole from the first layer forward to the first one backward, beside layers."""
+        head = self.numbers.head
+        if self.loss_head != head:
+            return self.stage.root
+        return self.numbers.end + head if head.trained else self.numbers.end
+
+    @property
+    def opening(self) -> Numbers:
+        """What a forward pass gathers before its first layer."""
+        return self.numbers.end + self.numbers.head if self.loss_head == self.numbers.head else self.stage.root
 
     @property
     def hidden_row_bytes(self) -> int:
@@ -421,9 +445,11 @@ class StageBytes:
         number = settings.compute_bytes * sharded
         whole, sent_whole, packed, summing, shards = self._layer_weights
         all_whole = sum(whole)
-        root = stage.root
-        # The root's weights on the host come for the next pass beside the first layer, with earlier sums of gradients.
-        root_ahead = self.weight_bytes(root, on_host=True) * (self.micro_batches > 1)
+        root = self.root
+        loss_head = self.loss_head
+        # The embedding's and the root's weights on the host come for the next pass beside the first layer, with earlier
+        # sums of gradients.
+        root_ahead = self.weight_bytes(self.opening, on_host=True) * (self.micro_batches > 1)
         root_ahead += self.gradient_bytes(root) * load.later * self.trained_on_host
         gathered = root.whole * number + self.staging_bytes
         row = load.rows * self.row_bytes_between_layers
@@ -436,22 +462,31 @@ class StageBytes:
         whole_gradients = stage.all.trained * settings.reduce_bytes * keeps_gradients_unsharded
         adds_gradients = not load.later and not self.trained_on_host
         arrives = self.shard_count > 1  # weights come from other slots, in a tensor of their own
-        # 1. The loss: the last layer's weights are fetched ahead for backward.
+        # 1. The loss, forward and backward: the last layer's weights are fetched ahead for backward.
+        ahead = arrives * sent_whole[-1] * (not keeps_gradients_unsharded)
+        sent = loss_head.trained * settings.reduce_bytes
         if stage.predicts:
             layer_weights = all_whole * (in_place or not settings.reshard_after_forward)
-            layer_weights += arrives * sent_whole[-1] * (not keeps_gradients_unsharded)
             tensors = AT_THE_LOSS + settings.mtp_layers + OF_WIDE_NORM * (not settings.gpu)
             at_loss = tensors * load.rows * self.hidden_row_bytes + self._end_bytes(load)
             gathered_at_loss = gathered + layer_weights + whole_gradients * load.later
-            yield moment(gradients, gathered_at_loss, activations, at_loss, self._logit_bytes(load))
+            logits, scaled = self._logit_bytes(load)
+            # A head from the host is there twice before there are logits.
+            logits = max(logits, self.weight_bytes(loss_head, on_host=True))
+            of_head = loss_head.whole * number + ahead * (not loss_head.whole)
+            yield moment(gradients, gathered_at_loss + of_head, activations, at_loss, logits)
+            yield moment(gradients, gathered_at_loss + ahead, activations, at_loss, scaled)
+            if sent:
+                sums = gathered_at_loss + ahead + self.summing_bytes(loss_head)
+                yield moment(gradients, sums, activations, tensors * load.rows * self.hidden_row_bytes)
         # 2. The layers, the last first: each runs backward, and then its gradients are summed.
-        # Gradients of the head, and of an embedding that depths read, wait from here on.
-        heads = (1 + (settings.mtp_layers > 0 and not self.numbers.tied)) * stage.predicts
+        # Gradients of a head in the root, and of an embedding that depths read, wait from here on.
+        heads = ((not sent) + (settings.mtp_layers > 0 and not self.numbers.tied)) * stage.predicts
         waits = gathered + heads * self.numbers.head.trained * settings.compute_bytes
+        gradients += self.gradient_bytes(loss_head) * adds_gradients
         words: list[CheckpointPolicy] = [policies[i] for i in stage.layers]
         running = self._bytes_under(load, words)
         places = places_in_layer_segments(words, settings.segment_layers)
-        sent = 0.0
         for i in reversed(range(len(waiting))):
             first = i - places[i]
             activations -= waiting[i].kept
@@ -463,12 +498,11 @@ class StageBytes:
             if in_place:
                 other_weights = waits + all_whole - whole[i] + whole_gradients
             else:
-                ahead = 0.0
+                other_weights = waits
                 if not settings.reshard_after_forward:
-                    ahead = sum(whole[:i])
+                    other_weights += sum(whole[:i])
                 elif arrives and i:
-                    ahead = sent_whole[i - 1]
-                other_weights = waits + ahead
+                    other_weights += sent_whole[i - 1]
                 if keeps_weights_unsharded:
                     other_weights += sum(whole[i + 1 :])
             other_weights += root_ahead * (i == 0)
@@ -507,10 +541,11 @@ class StageBytes:
         table = LayerTable(self.read, self.settings, load, self.home.tp, self.home.ep)
         return table.connection_part(streams, first=False, behind=True).saved
 
-    def _logit_bytes(self, load: SlotLoad) -> float:
-        """First there are the logits of one chunk and their gradient (on a CPU a float32 copy too), and the chunk's
-        gradient of the head, with a sum in float32 at least if there are several. Then the head's gradient is
-        scaled into a new tensor, and a float32 sum is cast. Each depth of prediction keeps such a sum as well."""
+    def _logit_bytes(self, load: SlotLoad) -> tuple[float, float]:
+        """At the loss forward and backward. First there are the logits of one chunk and their gradient (on a CPU a
+        float32 copy too), and the chunk's gradient of the head, with a sum in float32 at least if there are several.
+        Then the head's gradient is scaled into a new tensor, and a float32 sum is cast. Each depth of prediction keeps
+        such a sum as well."""
         settings = self.settings
         number = settings.compute_bytes
         vocabulary = self.numbers.vocabulary / self.home.tp
@@ -525,7 +560,8 @@ class StageBytes:
         beside_logits = sum_bytes * (chunks > 1) + number
         scaling = 2 * sum_bytes + number * (sum_bytes != number)
         trained = self.numbers.head.trained
-        return trained * sum_bytes * settings.mtp_layers + max(logits + trained * beside_logits, trained * scaling)
+        of_depths = trained * sum_bytes * settings.mtp_layers
+        return of_depths + logits + trained * beside_logits, of_depths + trained * scaling
 
     def host_bytes(self, loads: Sequence[SlotLoad], policies: Sequence[CheckpointPolicy]) -> Bytes:
         """Return the bytes that wait on the host: activations of the load that has most there, weights and states."""
