@@ -464,7 +464,8 @@ class StageBytes:
         arrives = self.shard_count > 1  # weights come from other slots, in a tensor of their own
         # 1. The loss, forward and backward: the last layer's weights are fetched ahead for backward.
         ahead = arrives * sent_whole[-1] * (not keeps_gradients_unsharded)
-        sent = loss_head.trained * settings.reduce_bytes
+        # On one rank what is sent is the sum itself.
+        sent = loss_head.trained * settings.reduce_bytes * arrives
         if stage.predicts:
             layer_weights = all_whole * (in_place or not settings.reshard_after_forward)
             tensors = AT_THE_LOSS + settings.mtp_layers + OF_WIDE_NORM * (not settings.gpu)
@@ -476,12 +477,13 @@ class StageBytes:
             of_head = loss_head.whole * number + ahead * (not loss_head.whole)
             yield moment(gradients, gathered_at_loss + of_head, activations, at_loss, logits)
             yield moment(gradients, gathered_at_loss + ahead, activations, at_loss, scaled)
-            if sent:
-                sums = gathered_at_loss + ahead + self.summing_bytes(loss_head)
+            if loss_head.trained:
+                both = loss_head.trained * (settings.compute_bytes + settings.reduce_bytes)
+                sums = gathered_at_loss + ahead + (self.summing_bytes(loss_head) if arrives else both)
                 yield moment(gradients, sums, activations, tensors * load.rows * self.hidden_row_bytes)
         # 2. The layers, the last first: each runs backward, and then its gradients are summed.
         # Gradients of a head in the root, and of an embedding that depths read, wait from here on.
-        heads = ((not sent) + (settings.mtp_layers > 0 and not self.numbers.tied)) * stage.predicts
+        heads = ((not loss_head.trained) + (settings.mtp_layers > 0 and not self.numbers.tied)) * stage.predicts
         waits = gathered + heads * self.numbers.head.trained * settings.compute_bytes
         gradients += self.gradient_bytes(loss_head) * adds_gradients
         words: list[CheckpointPolicy] = [policies[i] for i in stage.layers]
