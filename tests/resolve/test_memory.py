@@ -179,7 +179,7 @@ def rows_of(fit: Fit) -> int:
 def test_rows_auto_are_those_whose_steps_are_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """With little room fewer rows, which need less recomputation, and with much as many as a step has."""
     monkeypatch.setattr("longspan.resolve.facts.TIMED_STEPS", 2)
-    few, many = (fit_in(way_of(config_of(**AUTO, context__planner="dynamic")), gib * GIB) for gib in (100, 200))
+    few, many = (fit_in(way_of(config_of(**AUTO, context__planner="dynamic")), gib * GIB) for gib in (99, 200))
     assert rows_of(many) == many.way.limits_of_rows()[-1] > rows_of(few)
     assert set(memory_of(many).checkpoint_policies) == {"none"}
     keys = {"train__activation_checkpointing": "none", "context__planner": "dynamic"}
