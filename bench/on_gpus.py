@@ -57,6 +57,28 @@ ONE = (
 )
 ONE_PEER = "{python} bench/training/one_gpu_peer.py --out {out}"
 FAMILIES = "{python} bench/training/families.py --warmup 0 --repeats 2 --model.preset qwen3-4b --out {out}"
+# LoRA over 4-bit weights that wait on the host, by the GiB of a smaller card; "warm" is the second step.
+FROZEN_HOST = (
+    "{python} -m longspan bench step --world 1 --planners fixed --model.dtype bfloat16 --lora.rank 16 --warmup 0 "
+    f"--repeats 1 {NF4} --out {{out}}"
+)
+LLAMA_70B = f"{FROZEN_HOST} --model.preset llama-3.3-70b-instruct --sequences 65536"
+QWEN_A3B = (
+    f"{FROZEN_HOST} --model.preset qwen3-30b-a3b --lora.target_modules q_proj,k_proj,v_proj,o_proj --sequences 32768"
+)
+SAME_MEASURES = "--train.activation_checkpointing full+host --train.mlp_tile_tokens 8192"
+FROZEN_HOST_RUNS = {  # seconds, GiB of the device (0: all), command
+    "70b": (420, 22.0, LLAMA_70B),
+    "70b-best": (380, 78.0, LLAMA_70B),
+    "70b-same": (400, 22.0, f"{LLAMA_70B} {SAME_MEASURES} --train.offload_weights true"),
+    "70b-same-device": (380, 0.0, f"{LLAMA_70B} {SAME_MEASURES} --train.offload_weights false"),
+    "a3b": (130, 7.3, QWEN_A3B),
+    "a3b-same": (130, 7.3, f"{QWEN_A3B} {SAME_MEASURES} --train.offload_weights true"),
+    "a3b-same-device": (110, 0.0, f"{QWEN_A3B} {SAME_MEASURES} --train.offload_weights false"),
+    "32b": (270, 14.3, f"{FROZEN_HOST} --model.preset qwen3-32b {YARN} --sequences 65536"),
+    "8b-192k": (370, 22.0, f"{FROZEN_HOST} --model.preset qwen3-8b {YARN} --sequences 196608"),
+    "70b-128k": (580, 30.0, LLAMA_70B.replace("65536", "131072")),
+}
 ANSWERS = "--families 8x32768+1024 --context.max_tokens_per_slot 40967"
 QUESTIONS = f"--model.preset qwen3-8b --model.dtype bfloat16 --lora.rank 16 {YARN} --repeats 1"
 LONG = "--sequences 32768 --warmup 1 --repeats 2"
@@ -202,6 +224,15 @@ RUNS = (
         for rows, seconds in ((16384, 80), (65536, 110))
     ),
     GpuRun("frozen-24g", 110, f"{ADAPTED} {NF4} --sequences 65536 --train.device_memory_limit 23622320128", gpus=1),
+    *(  # each row of bench/records/frozen-on-host-H200.md; 70B and 8B need a host of 252 GiB, the others one of 128
+        GpuRun(
+            f"frozen-host-{name}",
+            seconds,
+            command + (f" --train.device_memory_limit {int(gib * 2**30)}" if gib else ""),
+            gpus=1,
+        )
+        for name, (seconds, gib, command) in FROZEN_HOST_RUNS.items()
+    ),
     *(  # full training in float32: moments wait on the host, and then weights and gradients too; beside what people run
         GpuRun(f"{place}-{name}", seconds, f"{ONE} {lengths} {YARN}{key}", gpus=1)
         for place, key in (("one", ""), ("host", " --train.offload_weights true"))

@@ -52,6 +52,7 @@ from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan import Cost, Plan
 from longspan.plan.form import Form
 from longspan.plan.memory.memory_plan import policies_text
+from longspan.plan.memory.stage_bytes import CONTEXT_BYTES
 from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops, read_experts
 from longspan.resolve.facts import Facts
 from longspan.resolve.kept_rows import with_kept_rows
@@ -83,7 +84,7 @@ class StepFlags(BenchFlags, SourceFlags):
 
     The documents come from --lengths (numbers with commas between, or a JSON file), --distribution or --same. One
     sequence over all GPUs is --sequences 65536 --planners fixed. Runs one process for each GPU of this machine, or
-    torchrun's, or --world local processes.
+    torchrun's, or --world local processes. Under --train.device_memory_limit torch runs out of memory beyond the limit.
     """
 
     SHOWN: ClassVar[Groups] = {
@@ -388,6 +389,7 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
         settings = replace(settings, config=set_node_size(settings.config, world.node_size))
         set_world_machine(world, partial(read_run_machine, settings.config), KEY)
+        _cap_allocator(settings.config.train.device_memory_limit, world.device)
         record: dict[str, Any] = {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json()}
         about = {"backend": world.backend, "machine": machine_facts(), "versions": versions()}
         record |= {"memory": None, **about, "rows": []}
@@ -406,6 +408,13 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
                 outcome = row.get("missing") or f"{seconds:.3f} s, {speed:.0f} tokens/s a device"
                 print(f"{name}: {outcome}", file=sys.stderr)
     return record
+
+
+def _cap_allocator(limit: int, device: torch.device) -> None:
+    """Have torch run out of memory beyond the limit, less the context that a plan counts in it; 0: no limit."""
+    if limit and device.type == "cuda":
+        _, all_bytes = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - CONTEXT_BYTES) / all_bytes), device)
 
 
 def _planner_cases(settings: StepSettings, world: World) -> Cases:
