@@ -19,6 +19,7 @@ from longspan import Layout, World, attend, bind
 from longspan.attention import KERNELS, AttendCall, all_to_all, choose_kernel
 from longspan.attention.blocks import Partial, RowSum, add_block, block_gradients, sum_addends
 from longspan.attention.call import Saved
+from longspan.attention.entries import attend_with_entries, shard_entries
 from longspan.attention.kernels import (
     cpu_flash,
     cudnn,
@@ -37,7 +38,7 @@ from longspan.attention.tiles import Launch, RowIdentities, Tile, Tiling, visibl
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError
 from longspan.layout import Partition
-from longspan.plan import Group
+from longspan.plan import Group, plan_fixed
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import KEYS_ARE_VALUES, WAYS, Question, Way, cases_of, choices, micro_batch, run_cases
 from tests.attention.test_attend import TYPES, needs
@@ -239,6 +240,45 @@ def test_chosen_blocks_at_the_head_sizes_of_models(name: str, device: str = "cud
         relative = [relative_error(a, b) for a, b in zip(first, exact, strict=True)]
         assert all(error <= 1e-2 for error in relative), (kernel.name, relative)
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), kernel.name
+
+
+OF_ENTRIES = {  # heads, head size, rows of an entry, entries of a row (None: all)
+    "DeepSeek-V4, HCA": (64, 512, 128, None),
+    "DeepSeek-V4, CSA": (64, 512, 4, 64),
+    "small": (4, 64, 16, None),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OF_ENTRIES)
+def test_entries_beside_a_window_at_the_head_sizes_of_models(name: str) -> None:
+    """In bfloat16, beside float64 on the same numbers; again and again, as what is written elsewhere is seen later."""
+    heads, size, stride, most = OF_ENTRIES[name]
+    with World(Layout(ranks=1)) as world:
+        shard = bind(plan_fixed([1500, 548], world.home, cp=1).micro_batches[0], world)
+        members = shard_entries(shard, stride=stride, window=128, most=most)
+        (counts,) = members[0].counts
+        indices = None
+        if most is not None:
+            seen = torch.cat([torch.arange(n) // stride for n in shard.micro_batch.lengths])[:, None]
+            indices = (torch.rand(len(seen), most) * (seen + 1)).long()
+            kept = (indices.sort(1).values.diff(dim=1, prepend=indices.new_full((len(seen), 1), -1)) > 0) & (seen > 0)
+            indices = torch.where(kept, indices.sort(1).values.clamp(max=seen - 1), -1).int().to(world.device)
+        numbers = torch.Generator("cuda").manual_seed(0)
+        shapes = ((2048, heads, size), (2048, 1, size), (counts, 1, size), (2048, heads, size))
+        *inputs, dout = (torch.randn(x, generator=numbers, device=world.device, dtype=torch.bfloat16) for x in shapes)
+
+        def results(dtype: torch.dtype, kernel: str | None) -> list[Tensor]:
+            leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+            how = {"window": 128, "scale": size**-0.5, "indices": indices, "kernel": kernel}
+            out = attend_with_entries(*leaves, members, shard, **how)
+            return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+        exact = results(torch.float64, "reference")
+        for kernel in (None, "triton_flash"):
+            for _ in range(3):
+                relative = [relative_error(a, b) for a, b in zip(results(torch.bfloat16, kernel), exact, strict=True)]
+                assert all(error <= 1e-2 for error in relative), (kernel, relative)
 
 
 def causal_launch(lengths: Sequence[int], window: int | None, device: torch.device) -> Launch:

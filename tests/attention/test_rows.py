@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention import rows as rows_module
-from longspan.attention.rows import add_addends, copy_rows, join_columns, merge_rows_
+from longspan.attention.rows import add_addends, cast_rows, copy_rows, join_columns, merge_rows_
 from longspan.comm import Addend, split_columns
 from longspan.testing import backend
 
@@ -137,3 +137,14 @@ def test_what_is_remembered_is_bounded(kernel: MagicMock, monkeypatch: pytest.Mo
     for rows in range(1, 20):
         copy(rows)
         assert len(rows_module._compiled) <= 3
+
+
+def test_a_launch_takes_no_tensors_of_other_numbers_of_rows(kernel: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the gradients of rows and of entries: it would write past the end of the shorter ones."""
+    monkeypatch.setattr(rows_module, "can_run_row_kernels", lambda x: True)
+    tensors = [torch.zeros(rows, 2, 4) for rows in (9, 3, 9)]
+    cast = cast_rows(tensors, torch.bfloat16)
+    assert [x.shape for x in cast] == [x.shape for x in tensors]
+    assert [grid for grid, _ in launches(kernel)] == [(9, 1, 1), (3, 1, 1)]
+    with pytest.raises(AssertionError):
+        copy_rows([(x, x) for x in tensors])

@@ -37,6 +37,7 @@ def launch_row_copies(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | No
     the kernel copies only the first COUNT.
     """
     rows, members, _ = moves[0][1].shape
+    assert all(into.shape[:2] == (rows, members) for _, into in moves)
     for first in range(0, len(moves) if rows and members else 0, _MOST_MOVES):
         launched = [
             (x, x.stride(0), x.stride(1), into, into.stride(0), into.stride(1), into.shape[2])
@@ -203,8 +204,9 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         for x in tensors
     ]
     conversions = [(x, into) for x, into in zip(tensors, converted, strict=True) if into is not x]
-    if conversions:
-        _copy_pairs(conversions)
+    # A launch moves equally many rows of each tensor: queries and entries differ.
+    for count in dict.fromkeys(len(x) for x, _ in conversions):
+        _copy_pairs([move for move in conversions if len(move[0]) == count])
     return converted
 
 
