@@ -32,7 +32,8 @@ from longspan.model.experts.moe import mix_experts
 from longspan.model.experts.visits import ExpertBiases, Visits, sum_visits
 from longspan.plain_text import markdown_table
 
-BYTES_PER_SECOND = 4.2e12  # of an H200's memory, as copies reach
+# Copies reach this of an H200's memory.
+BYTES_PER_SECOND = 4.2e12
 
 
 def main() -> None:

@@ -148,8 +148,10 @@ class HookedParam(FSDPParam):
     sums: GradientSums | None = None
     # A source casts to the dtype of FSDP2's policy; None: the shard's.
     gathered_dtype: torch.dtype | None = None
-    _whole_dtype: torch.dtype | None = None  # of the gathered parameter; None: the shard's
-    _reads_shard: bool = False  # nothing is copied: the shard is what is gathered
+    # The gathered parameter has this type; None: the shard's.
+    _whole_dtype: torch.dtype | None = None
+    # Nothing is copied, as passes or `unpacking` read the shard.
+    _reads_shard: bool = False
     _earlier_gradient: Any = None  # the gradient of earlier passes while FSDP2 sums that of this one
 
     @property

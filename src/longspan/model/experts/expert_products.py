@@ -31,7 +31,8 @@ LOCAL_EXPERTS = "local_experts"
 _COLUMNS = 1024
 # Experts of a model have their gate's formula in this attribute, if it is one.
 GATE_FORMULA = "gate_formula"
-_CLOSE = 1e-5  # relative, in float32
+# Relative, in float32.
+_CLOSE = 1e-5
 
 
 @dataclass(frozen=True)
