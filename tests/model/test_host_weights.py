@@ -295,11 +295,11 @@ class BrokenError(RuntimeError):
     pass
 
 
-def _after_an_error(rank: int) -> list[Any]:
-    home = Home(Layout(ranks=2), rows=20)
+def _after_an_error(rank: int, home: Home) -> list[Any]:
     results = list[Any]()
     with World(home.layout, backend=backend(), timeout=60) as world:
-        for breaks_in in (None, 0, 1):  # passes of a step, the last among them
+        # Passes of a step, the last among them.
+        for breaks_in, place in ((None, ""), (0, "backward"), (1, "backward"), (0, "forward"), (1, "forward")):
             model, optimizer = open_run(home, world, on_host=True)
             figures = take_steps(home, world, model, optimizer, range(1))
             if breaks_in is not None:
@@ -308,22 +308,30 @@ def _after_an_error(rank: int) -> list[Any]:
 
                 def fail(*_: Any, passes: Any = passes, breaks_in: int = breaks_in) -> None:
                     if next(passes) == breaks_in:
-                        raise BrokenError("in a backward pass")
+                        raise BrokenError("in a pass")
 
-                handle = layer.register_full_backward_hook(fail)
+                hook = layer.register_full_backward_hook if place == "backward" else layer.register_forward_hook
+                handle = hook(fail)
                 with pytest.raises(BrokenError):
                     take_steps(home, world, model, optimizer, range(1, 2))
                 handle.remove()
-                groups = [*fsdp_param_groups(fsdp_modules(model))]
-                assert all(x.staged is None for group in groups for x in group.listener.waiting)
+                groups = [group for group in fsdp_param_groups(fsdp_modules(model)) if group.listener is not None]
+                assert all(x.staged is x.staged_sum is None for group in groups for x in group.listener.waiting)
             figures += take_steps(home, world, model, optimizer, range(1, 2))
             results.append((figures, contents(model, optimizer)))
     return results
 
 
-def test_an_error_in_a_backward_pass_leaves_no_half_gradient() -> None:
-    for straight, *broken in run_ranks(_after_an_error, 2):
-        assert broken == [straight, straight]
+@pytest.mark.parametrize(
+    "home",
+    [
+        Home(Layout(ranks=2), rows=20),
+        *(pytest.param(Home(Layout(n), rows=40 // n, lora=4), marks=pytest.mark.whole) for n in (1, 2)),
+    ],
+)
+def test_an_error_in_a_pass_leaves_no_half_gradient(home: Home) -> None:
+    for straight, *broken in run_ranks(_after_an_error, home.layout.slots, home):
+        assert broken == [straight] * 4
 
 
 # ---- memory
@@ -437,12 +445,19 @@ def test_homes_and_options_that_do_not_suit_are_refused(layout: Layout, options:
         feature.refuse(model)
 
 
+def _refuse_to_pin(*_: Any) -> None:
+    raise ModelError("no more pinned")
+
+
 def _refusals(rank: int) -> None:
     with World(Layout(2), backend=backend(), timeout=60) as world:
         says = r"weights and gradients on the host \(train.offload_weights\) take .* 300,000 are free "
         says += '.* model.dtype = "bfloat16" halves'
         with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError, match=says):
             patched.setattr(host_arena, "free_host_bytes", lambda: 300_000 if rank else None)
+            prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True)
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError, match="no more pinned"):
+            patched.setattr(host_arena._ArenaPart, "pin", _refuse_to_pin if rank else lambda *_: None)
             prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True)
         model = prepare_untried(load_model(preset="qwen3-tiny", vocab_size=64), world, offload_weights=True)
         free = plan_dynamic(LENGTHS, world.home, max_tokens_per_slot=30, mode="free")

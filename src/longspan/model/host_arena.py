@@ -49,7 +49,10 @@ class HostArena:
     ModelError where the host has less free than the arena grows by.
     """
 
-    def __init__(self, device: torch.device, bytes: int = 0) -> None:
+    def __init__(self, device: torch.device, bytes: int = 0, *, filled_first: bool = False) -> None:
+        """Take memory. Where it is `filled_first`, with what is freed meanwhile, pages come as they are written, and
+        `pin` comes behind that.
+        """
         self.device = device
         self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.RLock()  # backward passes run in threads of their own
@@ -58,8 +61,15 @@ class HostArena:
         self._freed: deque[tuple[_ArenaPart, int, int]] = deque()
         self._parts: list[_ArenaPart] = []
         self._used = 0  # bytes of ranges that are taken, or freed and not reclaimed yet
-        if bytes:
+        if bytes and filled_first:
+            self._parts.append(_ArenaPart(range_bytes(bytes)))
+        elif bytes:
             self._add_part(bytes)
+
+    def pin(self) -> None:
+        """Pin, on a GPU, the memory that was filled first. ModelError where CUDA refuses."""
+        for piece in self._parts:
+            piece.pin(self.copies)
 
     @property
     def bytes(self) -> int:
@@ -113,7 +123,8 @@ class HostArena:
                 f"the host's arena needs {bytes:,} bytes more ({bytes / _GIB:.2f} GiB) next to the {self.bytes:,} that "
                 f"it has, and {free:,} are free ({free / _GIB:.2f} GiB); {_LESS}, or use more slots"
             )
-        piece = _ArenaPart(range_bytes(bytes), self.copies)
+        piece = _ArenaPart(range_bytes(bytes))
+        piece.pin(self.copies)
         self._parts.append(piece)
         return piece
 
@@ -155,27 +166,32 @@ class HostRange:
 class _ArenaPart:
     """One mapped piece of an arena's memory, and which of its bytes are free; it knows nothing of locks."""
 
-    def __init__(self, size: int, copies: torch.cuda.Stream | None) -> None:
-        """Map `size` bytes; with a stream of `copies`, so on a GPU, pin them until this object is deleted.
-
-        ModelError where CUDA refuses.
-        """
+    def __init__(self, size: int) -> None:
         self.size = size
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # processes of data loaders would copy pinned pages
             with suppress(AttributeError, OSError):  # Linux only; a kernel may be built without
                 pages.madvise(getattr(mmap, advice))
         self.memory: Tensor = torch.frombuffer(pages, dtype=torch.uint8)  # holds the pages
-        if copies is not None:  # registered with CUDA, so that copies run beside the CPU
-            cudart: Any = torch.cuda.cudart()
-            if code := int(cudart.cudaHostRegister(self.memory.data_ptr(), size, _PORTABLE)):
-                raise ModelError(
-                    f"cudaHostRegister gave error {code} for {size:,} bytes of the host's memory "
-                    f"({size / _GIB:.2f} GiB); {_LESS}"
-                )
-            # The end of a process unregisters too, and waits for nothing: a failed run may have copies that never end.
-            weakref.finalize(self, _unpin_memory, self.memory.data_ptr(), copies, os.getpid()).atexit = False
+        self._is_pinned = False
         self._free = [(0, size)]  # start and end of free ranges, in order, none next to another
+
+    def pin(self, copies: torch.cuda.Stream | None) -> None:
+        """Register the memory with CUDA until this object is deleted, so that `copies` run beside the CPU; None: not.
+
+        ModelError where CUDA refuses.
+        """
+        if copies is None or self._is_pinned:
+            return
+        cudart: Any = torch.cuda.cudart()
+        if code := int(cudart.cudaHostRegister(self.memory.data_ptr(), self.size, _PORTABLE)):
+            raise ModelError(
+                f"cudaHostRegister gave error {code} for {self.size:,} bytes of the host's memory "
+                f"({self.size / _GIB:.2f} GiB); {_LESS}"
+            )
+        self._is_pinned = True
+        # The end of a process unregisters too, and waits for nothing: a failed run may have copies that never end.
+        weakref.finalize(self, _unpin_memory, self.memory.data_ptr(), copies, os.getpid()).atexit = False
 
     def take_bytes(self, size: int) -> int | None:
         """Take so many bytes of the first free range that has them; returns where they start, None if none has."""

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from longspan.comm import result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.adapted_modules import is_peft_module
 from longspan.model.feature import Call, Feature
+from longspan.model.frozen.formats.loaded_linears import OWN_CODES
 from longspan.model.fsdp_params import (
     HookedParam,
     HookedParamGroup,
@@ -53,8 +55,8 @@ class HostStore:
     Memory of the device for these copies belongs to the stream that copies: groups of one size take the same.
     """
 
-    def __init__(self, device: torch.device, bytes: int) -> None:
-        self.arena: HostArena = HostArena(device, bytes)
+    def __init__(self, device: torch.device, bytes: int, *, filled_first: bool = False) -> None:
+        self.arena: HostArena = HostArena(device, bytes, filled_first=filled_first)
         self.groups: list[HostGroup] = []  # the root's first
         # Groups as the last forward pass gathered them, and this one its first `gathers` of them; one may come twice.
         self.order: list[HostGroup] = []
@@ -315,8 +317,10 @@ class HostWeightsFeature(Feature):
         sizes_of_parameters = [_host_bytes(parameter) for waiting in groups.values() for parameter in waiting]
         weights = sum(sizes[0] for sizes in sizes_of_parameters)
         total = sum(range_bytes(size) for sizes in sizes_of_parameters for size in sizes)
+        # Codes that transformers has loaded make room, weight by weight (FrozenFeature).
+        codes = [vars(module)[OWN_CODES] for module in root.modules() if OWN_CODES in vars(module)]
         check_free_host_memory(
-            total,
+            max(0, total - sum(x.packed_bytes for x in codes)),
             self.world,
             "weights and gradients on the host (train.offload_weights) take",
             advice=partial(_room_advice, model),
@@ -324,7 +328,10 @@ class HostWeightsFeature(Feature):
         if not self._keeps_trained and any(parameter.requires_grad for parameter in root.parameters()):
             # Gradients leave the device on FSDP2's own stream of sums, which `shard_over_slots` may have put aside.
             sum_on_own_stream(root)
-        store = HostStore(self.world.device, total)
+        store = result_or_first_error(
+            self.world, lambda: HostStore(self.world.device, total, filled_first=bool(codes)), _as_model_error
+        )
+        self._arena = store.arena
         store.arena.close_when_world_is_left(self.world)
         for group, waiting in groups.items():
             if waiting:
@@ -339,8 +346,13 @@ class HostWeightsFeature(Feature):
         return not (self._keeps_trained and parameter.sharded_param.requires_grad)
 
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
-        """Mark the model: `has_weights_on_host`."""
+        """Mark the model: `has_weights_on_host`. Memory that was filled first is pinned now."""
+        result_or_first_error(self.world, self._arena.pin, _as_model_error)
         setattr(prepared, HOST_STORE, True)
+
+
+def _as_model_error(error: Exception) -> ModelError:
+    return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
 
 
 def _room_advice(model: PreTrainedModel, share: float) -> str:

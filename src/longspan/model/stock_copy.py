@@ -101,7 +101,8 @@ class StockCopy:
             raise ModelError(
                 f"a stock copy of the model needs {gib_text(least)} on the first rank, for "
                 f"{plural(len(other_weights), 'weight')} around its layers and two layers, and may take "
-                f"{gib_text(free)} there"
+                f"{gib_text(free)} there; leave evaluation.prompts out of a run, and complete prompts by longspan "
+                "generate on a device with more room"
             )
         for module in self._stock.modules():
             # These are the parameters of a tower too, which no text runs.

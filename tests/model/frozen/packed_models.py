@@ -60,9 +60,9 @@ def through_nf4(weight: Tensor, dtype: torch.dtype) -> Tensor:
 Steps = tuple[list[float], dict[str, Tensor], str]
 
 
-def two_steps(peft_model: Any, world: World, frozen: str) -> Steps:
+def two_steps(peft_model: Any, world: World, frozen: str, **options: Any) -> Steps:
     """Losses, gradients, and what is said to be frozen, in bfloat16."""
-    model = prepare_untried(peft_model, world, frozen=frozen, compute_dtype=torch.bfloat16)
+    model = prepare_untried(peft_model, world, frozen=frozen, compute_dtype=torch.bfloat16, **options)
     assert bool(packed_weights(model)) == (frozen != "whole")
     plan = plan_fixed(LENGTHS, world.home, cp=world.home.slots, max_tokens_per_slot=32)
     losses = [run_step(model, plan, texts(LENGTHS), world).loss for _ in range(2)]

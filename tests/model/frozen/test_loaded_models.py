@@ -1,6 +1,8 @@
 """Models that transformers loaded in 4 or 8 bits are trained over their own codes, under an adapter of peft."""
 
+import gc
 import json
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from longspan.layout import Layout
 from longspan.model import prepare, save_model, weights_by_name
 from longspan.model.adapted_modules import unwrap_peft_model
 from longspan.model.execution import model_execution
+from longspan.model.frozen import frozen_weights
+from longspan.model.frozen.formats.loaded_linears import OWN_CODES
 from longspan.model.frozen.frozen_weights import weights_to_pack
 from longspan.model.frozen.packed_format import NF4
 from longspan.plan import plan_fixed
@@ -214,3 +218,56 @@ def test_codes_of_bitsandbytes(family: str, kind: str, layout: Layout, tmp_path:
     trained = _adapt(_load(str(tmp_path / "model"), kind)).state_dict()
     saved = {name: x for name, x in stock.state_dict().items() if ".lora_" in name}
     assert saved and all(torch.equal(x, trained[name].to(x.dtype)) for name, x in saved.items())
+
+
+# ---- weights that wait on the host
+
+
+def _on_host(rank: int, homes: Mapping[str, tuple[str, Layout]]) -> list[str]:
+    """Names of homes where bits are not those of codes on the device, or codes are left."""
+    wrong = list[str]()
+    for name, (family, layout) in homes.items():
+        with World(layout, backend=backend(), timeout=60) as world:
+            peft_model = load_stand_ins(family)
+            steps = two_steps(peft_model, world, "stored", offload_weights=True)
+            expected = two_steps(load_stand_ins(family), world, "stored")
+            left = [key for key, module in peft_model.named_modules() if OWN_CODES in vars(module)]
+        if left or not are_equal(steps, expected):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, ("tp 2",)), *(pytest.param(n, x, marks=pytest.mark.whole) for n, x in ((1, ("one rank",)), (2, ("cp 2",))))],
+)
+def test_codes_move_to_the_host_weight_by_weight(ranks: int, names: tuple[str, ...]) -> None:
+    homes = {name: HOMES[name] for name in names}
+    assert run_ranks(_on_host, ranks, homes, timeout=200) == [[]] * ranks
+
+
+def test_each_weight_is_freed_before_the_next_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = list[Any]()
+    copy = frozen_weights.copy_codes
+
+    def copy_and_look(*arguments: Any) -> None:
+        gc.collect()
+        assert all(reference() is None for reference in freed), "codes of an earlier weight are there"
+        freed.append(weakref.ref(arguments[2]))
+        copy(*arguments)
+
+    monkeypatch.setattr(frozen_weights, "copy_codes", copy_and_look)
+    with World(Layout(1), backend=backend()) as world:
+        two_steps(load_stand_ins("llama"), world, "stored", offload_weights=True)
+    assert len(freed) == 14
+
+
+def test_codes_on_a_device_do_not_go_to_the_host() -> None:
+    peft_model = load_stand_ins("llama")
+    for module in peft_model.modules():
+        if isinstance(module, Linear4bit):
+            module.packed = module.packed.to("meta")
+            module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
+    told = "loaded 15 weights of .* on meta; load the model with device_map=.*, or leave offload_weights out"
+    with World(Layout(1), backend=backend()) as world, pytest.raises(ModelError, match=told):
+        prepare(peft_model, world, frozen="stored", offload_weights=True)

@@ -65,6 +65,15 @@ def test_a_copy_whose_layers_come_one_at_a_time_has_the_tokens_of_the_stock_mode
     _check_copies("qwen3", Layout(2), 2 * one_layer, 2)
 
 
+def test_a_device_without_room_for_two_layers_is_told_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock_copy, "unused_bytes", lambda *_: 1000)
+    told = "a stock copy of the model needs .* and two layers, and may take .* there; leave evaluation.prompts out"
+    with World(Layout(1), backend=backend()) as world:
+        copy = StockCopy(prepare_untried(deep("qwen3", torch.float64), world), world)
+        with pytest.raises(ModelError, match=told):
+            copy.run(_generate, "tokens")
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("home", [Layout(1), Layout(2, tp=2), Layout(2, pp=2), Layout(2, ep=2)], ids=str)
 @pytest.mark.parametrize(("room", "staying"), [(None, 4), (0, 0)])

@@ -20,7 +20,7 @@ from longspan.model.execution import Execution
 from longspan.model.feature import Call, Feature
 from longspan.model.frozen.formats.loaded_linears import OWN_CODES, take_over_codes
 from longspan.model.frozen.packed_format import NF4, PackedFormat
-from longspan.model.frozen.packed_weight import PackedWeight, pack_parameter, unpack_when_gathered
+from longspan.model.frozen.packed_weight import PackedWeight, copy_codes, pack_parameter, unpack_when_gathered
 from longspan.model.fsdp_params import accept_integer_shards, check_fsdp_names
 from longspan.model.kinds import expert_modules, find_choosing_modules, find_mixers, is_linear, router_modules
 from longspan.model.layers import architecture_name, decoder_layers
@@ -149,13 +149,20 @@ class FrozenFeature(Feature):
             columns = getattr(parameter, "_local_tensor", parameter).shape[column_dim]
             read_dtype = None if self.options.frozen == "stored" else parameter.dtype
             record = PackedWeight(formats[name], columns, parameter.shape[column_dim], dtype, read_dtype)
-            codes = vars(module).pop(OWN_CODES, None)
+            # On the host codes are copied to their places in `finish`, one weight after another.
+            codes = None if self.options.offload_weights else vars(module).pop(OWN_CODES, None)
             pack_parameter([entry[1] for entry in entries], attribute, record, self.world.device, codes)
 
+    @torch.no_grad()
     def finish(self, prepared: Any, models: Sequence[PreTrainedModel]) -> None:
-        """Have FSDP2 unpack the weights of all parts, now that it has sharded them."""
+        """Have FSDP2 unpack the weights of all parts, now that it has sharded them; codes that wait take their places
+        on the host, and each is freed then.
+        """
         for model in models:
             unpack_when_gathered(model)
+            for module in model.modules():
+                if (codes := vars(module).pop(OWN_CODES, None)) is not None:
+                    copy_codes(module, "weight", codes, self.world.device)
 
     def _chosen_formats(self, model: PreTrainedModel) -> dict[str, PackedFormat]:
         """The first call, in `refuse`, chooses: later the model's weights do not tell how they are stored."""
@@ -182,6 +189,8 @@ class FrozenFeature(Feature):
                 f"{LEAST_ROWS} outputs from which on weights are packed (the most have "
                 f"{max((m.out_features for m in linears), default=0)})"
             )
+        if self.options.offload_weights:
+            yield from _reasons_against_places(model)
         has_adapter = any("lora_" in name for name, _ in model.named_parameters())
         if not has_adapter and any(parameter.requires_grad for parameter in model.parameters()):
             yield (
@@ -222,3 +231,16 @@ class FrozenFeature(Feature):
             name, reason = next(iter(reasons.items()))
             others = f", as {len(reasons) - 1} more" if len(reasons) > 1 else ""
             yield f"{name_without_adapter(name)}: {reason}{others}"
+
+
+def _reasons_against_places(model: PreTrainedModel) -> Iterator[str]:
+    """Codes go to the host's arena from the host's memory, not from a device."""
+    all_codes = [vars(module)[OWN_CODES] for module in model.modules() if OWN_CODES in vars(module)]
+    elsewhere = [codes for codes in all_codes if codes.device.type != "cpu"]
+    if elsewhere:
+        packed_bytes = sum(codes.packed_bytes for codes in elsewhere)
+        yield (
+            f"weights on the host (offload_weights) are moved from the host's memory, and transformers has loaded "
+            f"{plural(len(elsewhere), 'weight')} of {bytes_text(packed_bytes)} on {elsewhere[0].device}; load the "
+            'model with device_map={"": "cpu"}, or leave offload_weights out'
+        )

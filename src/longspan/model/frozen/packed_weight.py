@@ -15,7 +15,7 @@ from longspan.model.frozen.formats.stored_weight import StoredWeight
 from longspan.model.frozen.packed_format import PackedFormat
 from longspan.model.fsdp_params import fsdp_modules, fsdp_param_groups, hook_parameter, owner_of
 from longspan.model.marks import PACKED_WEIGHTS, find_packed_weight
-from longspan.model.weights.local_tensors import LocalPart
+from longspan.model.weights.local_tensors import LocalPart, local_tensor
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,16 @@ def pack_parameter(
     for module in modules:
         module.register_parameter(name, replaced)
         vars(module).setdefault(PACKED_WEIGHTS, {})[name] = packed_weight
+
+
+def copy_codes(module: nn.Module, name: str, codes: StoredWeight, device: torch.device) -> None:
+    """Write a weight's bytes, made of `codes` on `device`, to the memory of its packed parameter."""
+    parameter = module.get_parameter(name)
+    packed_weight = find_packed_weight(module, name)
+    assert packed_weight is not None
+    part = LocalPart.from_parameter(parameter)
+    rows = codes.read(part.block[0]).to(device)
+    local_tensor(parameter).copy_(packed_weight.pack_part(rows, part))
 
 
 def unpack_when_gathered(model: nn.Module) -> None:

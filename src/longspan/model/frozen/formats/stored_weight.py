@@ -3,6 +3,7 @@
 The files beside this one have a format each.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -32,6 +33,16 @@ class StoredWeight:
     format: PackedFormat
     codes: Callable[[slice], Tensor]
     scales: Callable[[slice], Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes lie."""
+        return self.codes(slice(0, 0)).device
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of all packed rows."""
+        return math.prod(self.shape[:-1]) * self.format.rows.row_bytes(self.shape[-1])
 
     def read(self, part: slice | None = None) -> Tensor:
         """Return packed rows, uint8 (…, rows, row_bytes), of a part of dim 0: of rows, or of experts.
