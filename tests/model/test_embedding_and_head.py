@@ -258,8 +258,8 @@ MUTATIONS: dict[str, Change] = {
     ),
     "sums of a part of the gradients": (
         "model.fsdp_params",
-        "if len(complete) == len(trained):",
-        "if len(complete) == 1 < len(trained):",
+        "if len(complete) == count and",
+        "if len(complete) == 1 < count and",
     ),
     "a head that a caller's backward pass lacks": (
         "model.fsdp_params",

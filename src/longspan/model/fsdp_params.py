@@ -4,6 +4,7 @@ No other file names them. A feature fills three hooks of a parameter: what FSDP2
 and where the sum of its gradients goes. A group of parameters tells it when FSDP2 gathers and frees.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -328,11 +329,14 @@ class HookedParamGroup(FSDPParamGroup):
         whole = [parameter._unsharded_param for parameter in self.fsdp_params]
         trained = [parameter for parameter in whole if parameter.requires_grad]
         complete = set[int]()
+        count = len(trained)
+        # Tensors keep their hooks out of the collector's sight: a hook that held the group would keep the model.
+        group = weakref.ref(self)
 
         def count_gradient(parameter: Tensor) -> None:
             complete.add(id(parameter))
-            if len(complete) == len(trained):
-                self.post_backward()
+            if len(complete) == count and (owner := group()) is not None:
+                owner.post_backward()
 
         if torch.is_grad_enabled():
             self._hooks_of_loss += [x.register_post_accumulate_grad_hook(count_gradient) for x in trained]
