@@ -14,7 +14,9 @@ from longspan.checkpoint.export import Exported
 from longspan.checkpoint.files import read_state
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
+from longspan.config.keys import AUTO
 from longspan.config.loss_arguments import loss_text
+from longspan.config.sections import RunConfig
 from longspan.config.text_values import BestFigure
 from longspan.errors import plural
 from longspan.files import read_json, write_atomically
@@ -23,6 +25,13 @@ from longspan.run.facts import LAST_STEPS
 from longspan.run.metrics import read_metrics
 
 _TAGS = ["longspan"]
+
+
+def _teacher_text(config: RunConfig) -> str:
+    keys = config.distillation
+    name = hub_name(Path(config.teacher.path)) or Path(config.teacher.path).name
+    frozen = "" if config.teacher.frozen == AUTO else f" ({config.teacher.frozen})"
+    return f"{name}{frozen}, divergence at beta {keys.beta:g}, temperature {keys.temperature:g}"
 
 
 def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> None:
@@ -57,6 +66,7 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
     # not those of config.toml, which may give epochs: the run has counted their steps
     steps = read_state(Path(exported.checkpoint))["config"]["train"]["steps"]
     rows += [("trained by", loss_text(config.train))] if config.train.loss else []
+    rows += [("teacher", _teacher_text(config))] if config.distils else []
     rows += _card_figures(run_dir, exported.step, steps, file, log)
     if config.checkpoint.keep_best:
         figure = BestFigure.from_text(config.checkpoint.keep_best)
@@ -105,7 +115,9 @@ def _measured_figures(file: Path, *, step: int, steps: int) -> Iterator[tuple[st
     rows = [row for row in read_metrics(file) if row["step"] <= step]
     trained = [row for row in rows if "loss" in row]
     # A divergence is estimated over prompts with other rows' answers, which steps compute too (train.loss kto).
-    mismatched = " with the mismatched answers" if any("kl" in row for row in trained) else ""
+    mismatched = (
+        " with the mismatched answers" if any("kl" in row and "teacher_mass" not in row for row in trained) else ""
+    )
     tokens = sum(row["tokens"] + row.get("spared_tokens", 0) for row in trained)
     yield "trained", f"{step:,} of {plural(steps, 'step')}, {tokens:,} tokens{mismatched}"
     if last := [row["loss"] for row in trained[-LAST_STEPS:]]:

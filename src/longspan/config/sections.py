@@ -161,7 +161,7 @@ class TeacherSection(Section):
     """Its weights and arithmetic; auto: the arithmetic of the model's own passes (model.compute_dtype)."""
     rope_scaling: str = ""
     """Scale its rotary positions, as model.rope_scaling does the model's: a document beyond them is an error."""
-    offload_weights: bool = False
+    offload_weights: Annotated[bool, Needs("context.mode", ("auto", "lockstep"))] = False
     """Keep its weights in the host's memory: a layer's are copied to the device before it runs."""
 
     def __post_init__(self) -> None:

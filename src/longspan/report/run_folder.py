@@ -32,6 +32,8 @@ TRAIN_COLUMNS = (
     "loss",
     "rewards/margins",
     "rewards/accuracies",
+    "kl",
+    "entropy",
     "tokens",
     "spared_tokens",
     "targets",

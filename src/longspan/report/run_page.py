@@ -72,6 +72,8 @@ _STEP_CHARTS: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (  # title
     ("Time of a step", "seconds", "seconds", 3, _ZERO),
     ("Reward margin", "rewards/margins", "chosen - rejected", 2, {}),
     ("Reward accuracy", "rewards/accuracies", "of pairs", 2, _PERCENT),
+    ("Divergence", "kl", "from the teacher, or the reference", 2, {}),
+    ("Entropy", "entropy", "nats, of the model's distributions", 4, {}),
     ("Gradient norm", "grad_norm", "before clipping", 1, {}),
     ("Learning rate", "lr", "factor of an update", 4, _ZERO),
     ("Peak memory", "memory_bytes", "bytes of a process", 5, _ZERO | {"format": "bytes"}),

@@ -16,6 +16,7 @@ from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.plan import Machine, MemoryBudget, MemorySettings, Plan
 from longspan.plan.memory.memory_plan import MemoryModel
+from longspan.plan.memory.teacher_bytes import PlannedTeacher
 from longspan.plan.shape.model_shape import read_experts
 from longspan.plan.shape.positions import LengthLimit
 from longspan.resolve.planner_config import PlannerConfig, query_heads
@@ -60,6 +61,8 @@ class Facts:
     """Rows of images in a step, of all slots together."""
     state_numbers: float | None = None
     """Numbers that the optimizer keeps for each weight; None: those of the optimizer's name."""
+    teacher: PlannedTeacher | None = None
+    """The teacher, if there is one."""
     scan_kernels: bool = True
     """Whether state-space layers have their kernels here."""
     evaluated: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
@@ -67,7 +70,7 @@ class Facts:
 
     @cached_property
     def heads(self) -> int | None:
-        return query_heads(self.model)
+        return query_heads(self.model, self.teacher and self.teacher.config)
 
     @cached_property
     def expert_count(self) -> int:

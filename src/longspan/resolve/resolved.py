@@ -109,7 +109,10 @@ def resolve(config: RunConfig, facts: Facts, given: BindingKeys | None = None) -
     unplanned = tuple[str, ...]()
     if facts.budget is not None:
         try:
-            ModelNumbers.from_configuration(facts.model, facts.home, Way(config, facts).memory_settings)
+            settings = Way(config, facts).memory_settings
+            ModelNumbers.from_configuration(facts.model, facts.home, settings)
+            if settings.teacher is not None:
+                settings.teacher.on(facts.home, settings)
         except PlanError as error:  # the model's bytes cannot be counted
             unplanned = (f"memory: not planned, and the keys of [train] hold as they are: {error}",)
             facts = replace(facts, budget=None)

@@ -16,8 +16,11 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.plan import Cost, MemoryPlan, MemorySettings
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, read_machine
+from longspan.plan.form import Form
 from longspan.plan.memory.settings import known_state_numbers
-from longspan.plan.shape.model_shape import QWEN3_8B
+from longspan.plan.memory.teacher_bytes import PlannedTeacher
+from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
+from longspan.plan.shape.packed import find_packed_form, packed_weights_of_model
 
 KEY = "run.machine"
 _read_machine_once = cache(read_machine)
@@ -68,13 +71,14 @@ def find_run_cost(
     slots: int = 0,
     target_share: float = 1.0,
     memory: MemoryPlan | None = None,
+    teacher: PlannedTeacher | None = None,
 ) -> Cost:
     """Return what plans are priced by: the model on a machine (None: that of `run.machine`, else H200s or CPUs).
 
-    The cost includes recomputation, and what FSDP2 gathers and sums over so many `slots` (0: nothing), as a
-    plan of `memory` chose if given. `target_share` of rows predict. On CPUs `Cost.source` is "": no time is shown. A
-    model whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log. Without `run.machine`
-    a number counts two bytes, those of bfloat16, whatever the run computes in.
+    The cost includes recomputation, the forward pass of a `teacher`, and what FSDP2 gathers and sums over so many
+    `slots` (0: nothing), as a plan of `memory` chose if given. `target_share` of rows predict. On CPUs `Cost.source` is
+    "": no time is shown. A model whose configuration gives no price is planned for as a Qwen3-8B, with a line in the
+    log. Without `run.machine` a number counts two bytes, those of bfloat16, whatever the run computes in.
     """
     parallel = config.parallel
     compute_dtype = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
@@ -92,17 +96,57 @@ def find_run_cost(
     if not gpu:
         settings = replace(settings, compiled="none")
     try:
-        return (machine or run_machine(config, gpu=gpu)).cost(model_config, settings)
+        priced_on = machine or run_machine(config, gpu=gpu)
+        if teacher is None:
+            return priced_on.cost(model_config, settings)
+        streamed = _streamed_bytes(teacher, settings)
+        # The plan of memory has the bytes of both on the host.
+        own = replace(
+            settings, streamed_bytes=max(0.0, settings.streamed_bytes - streamed) * settings.offload_weights
+        )
+        other = _teacher_cost(teacher, priced_on, settings, streamed)
+        return priced_on.cost(model_config, own).with_pass_before(other)
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}")
         return Cost() if gpu else replace(Cost(), source="")
+
+
+def _streamed_bytes(teacher: PlannedTeacher, settings: CostSettings) -> float:
+    """The bytes of a rank that come from the host for a pass."""
+    if not teacher.offload_weights:
+        return 0.0
+    packed = packed_weights_of_model(teacher.config, teacher.frozen)
+    whole = ModelShape.of(teacher.config).stored_weights - packed.numbers - packed.experts
+    size = whole * teacher.number_bytes + packed.bytes + packed.experts_bytes
+    return size / max(1, settings.shards) / max(1, settings.weight_ranks)
+
+
+def _teacher_cost(teacher: PlannedTeacher, machine: Machine, settings: CostSettings, streamed: float) -> Cost:
+    """Of forward passes over the rows of the model's step."""
+    form = Form(frozen=teacher.frozen, compiled=settings.compiled, mlp_tile_tokens=settings.mlp_tile_tokens)
+    changes: dict[str, Any] = {"trains_all": False, "forward": True, "streamed_bytes": streamed, "paged_bytes": 0.0}
+    return machine.cost(teacher.config, replace(settings.with_form(form), **changes))
+
+
+def planned_teacher(config: RunConfig, model_config: Any, *, gpu: bool) -> PlannedTeacher:
+    """Return the teacher of a run as its plans count and price it, by its configuration or its folder."""
+    keys = config.teacher.as_model(compute_dtype_name(config.model, "cuda" if gpu else "cpu"))
+    frozen = keys.frozen
+    if frozen == AUTO:
+        frozen = "stored" if find_packed_form(model_config, AUTO) else "whole"
+    return PlannedTeacher(model_config, frozen, DTYPE_BYTES[keys.dtype], config.teacher.offload_weights)
 
 
 # ---- memory
 
 
 def memory_settings_of_run(
-    config: RunConfig, *, gpu: bool = True, encoder_rows: int = 0, state_numbers: float | None = None
+    config: RunConfig,
+    *,
+    gpu: bool = True,
+    encoder_rows: int = 0,
+    state_numbers: float | None = None,
+    teacher: PlannedTeacher | None = None,
 ) -> MemorySettings:
     """Read the settings of a run's plan of memory; those that the plan may choose have the values of their keys.
 
@@ -136,4 +180,5 @@ def memory_settings_of_run(
         encoder_rows=encoder_rows,
         encoder_recomputed=config.encoder.max_tokens > 0,
         encoder_trained=config.encoder.trainable or encoder_default(config),
+        teacher=teacher,
     ).with_form(form_of_config(config))

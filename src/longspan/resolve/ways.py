@@ -101,6 +101,7 @@ class Way:
             slots=facts.home.slots,
             target_share=facts.target_share,
             memory=memory,
+            teacher=facts.teacher,
         )
 
     @cached_property
@@ -112,7 +113,11 @@ class Way:
         rows = math.ceil(UNEVEN * facts.image_rows / facts.home.slots)
         rows_at_once = min(rows, self.config.encoder.max_tokens or rows)
         settings = memory_settings_of_run(
-            self.config, gpu=facts.gpu, encoder_rows=rows_at_once, state_numbers=facts.state_numbers
+            self.config,
+            gpu=facts.gpu,
+            encoder_rows=rows_at_once,
+            state_numbers=facts.state_numbers,
+            teacher=facts.teacher,
         )
         return replace(settings, scan_kernels=settings.scan_kernels and facts.scan_kernels)
 
@@ -299,7 +304,17 @@ class Fit:
         if budget is None:
             return ()
         place = gib_text(budget.device)
-        return tuple(f"memory: {text} fits {place} of a GPU" for text, holds in choices.items() if holds)
+        notes = tuple(f"memory: {text} fits {place} of a GPU" for text, holds in choices.items() if holds)
+        return (*notes, *self._teacher_notes())
+
+    def _teacher_notes(self) -> Iterator[str]:
+        teacher = self.way.facts.teacher
+        if teacher is None:
+            return
+        counted = teacher.on(self.way.facts.home, self.way.memory_settings)
+        size = sum(counted.weights(on_host=teacher.offload_weights))
+        place = "of the host" if teacher.offload_weights else "of each GPU"
+        yield f"memory: the teacher's weights ({teacher.frozen}) take {gib_text(size)} {place}; figures have them"
 
     @property
     def rank(self) -> tuple[bool, float, int]:
@@ -416,6 +431,7 @@ def _best_fit_of_open_way(open_way: Way) -> Fit:
     fit = min(tried, key=lambda fit: fit.rank)
     parallel = open_way.config.parallel
     can_be_free = facts.gpu and facts.home.slots > 1 and parallel.pp == parallel.ep == 1
+    can_be_free = can_be_free and not open_way.config.teacher.offload_weights
     if context.mode != AUTO or fit.seconds is None or not can_be_free:
         return fit
     free = _fit_whole_run(fit.way.with_context(mode="free"), rows_open=rows_open)

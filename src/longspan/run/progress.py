@@ -130,6 +130,8 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
     figures = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.3g}", f"norm {row['grad_norm']:.3g}"]
     if "rewards/margins" in row:
         figures.append(f"margin {row['rewards/margins']:.3g}")
+    if "teacher_mass" in row and row["kl"] != row["loss"]:
+        figures.append(f"kl {row['kl']:.4g}")
     figures.append(f"{row['tokens_per_second']:.0f} tok/s")
     shares = {"mfu": "MFU", "bound_share": "bound", "encoder_share": "encoder"}
     figures += [f"{name} {100 * row[key]:.0f}%" for key, name in shares.items() if key in row]
@@ -145,6 +147,7 @@ def _evaluation_texts(row: Mapping[str, Any]) -> list[str]:
         "token_accuracy": "accuracy {:.1%}",
         "accuracy": "accuracy {:.1%}",
         "bits_per_byte": "{:.3f} bits/byte",
+        "agreement": "agreement {:.1%}",
         "rewards/margins": "margin {:.4g}",
         "rewards/accuracies": "rewards/accuracies {:.1%}",
     }

@@ -43,14 +43,15 @@ from longspan.files import read_json, write_atomically
 from longspan.model.load import torch_dtype
 from longspan.model.marks import find_language_model
 from longspan.model.seams.randomness import refuse_randomness
-from longspan.model.weights.hf_folder import read_configuration, save_configuration
+from longspan.model.weights.hf_folder import planned_configuration, read_configuration, save_configuration
 from longspan.model.weights.tokenizer_files import GENERATION, read_stop_token_ids, replace_with_copy
 from longspan.plan import MemoryPlan
+from longspan.plan.memory.teacher_bytes import PlannedTeacher
 from longspan.resolve.facts import document_facts
 from longspan.resolve.kept_rows import resolve_with_kept_rows
 from longspan.resolve.planner_config import PlannerConfig, query_heads
 from longspan.resolve.resolved import Resolved, resolve
-from longspan.resolve.run_cost import KEY, read_run_machine, set_node_size
+from longspan.resolve.run_cost import KEY, planned_teacher, read_run_machine, set_node_size
 from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
 from longspan.run.world_facts import gather_facts, resolve_on_ranks
@@ -389,6 +390,12 @@ def open_run_documents(
     return config, as_written, data
 
 
+def plan_teacher(config: RunConfig, world: World, configuration: Any) -> PlannedTeacher:
+    """Return the teacher of a run as its plans count it."""
+    planned = planned_configuration(configuration, config.teacher.path)
+    return planned_teacher(config, planned, gpu=world.device.type == "cuda")
+
+
 def resolve_run(
     config: RunConfig, data: RunData, configuration: Any, world: World, log: LogLine, *, done: int
 ) -> Resolved:
@@ -401,6 +408,7 @@ def resolve_run(
         world,
         configuration,
         done=done,
+        teacher=None if data.teacher is None else plan_teacher(config, world, data.teacher),
         **document_facts(
             config, data.order, data.corpus, {s.name: s.documents.lengths for s in data.sets if s.name}
         ),

@@ -62,6 +62,8 @@ SHOWN = (
     "train",
     "optimizer",
     "lora",
+    "teacher",
+    "distillation",
     "parallel",
     "context",
     "mtp",
@@ -229,7 +231,7 @@ def run_keys(config: RunConfig, given_keys: frozenset[str]) -> dict[str, Any]:
     """
     names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in MODEL_KEYS}
     for section, kind in section_kinds().items():
-        if section in ("lora", "mtp", "parallel"):
+        if section in ("lora", "teacher", "distillation", "mtp", "parallel"):
             values = vars(getattr(config, section))
             defaults = vars(kind())
             names |= {f"{section}.{key}" for key in values if values[key] != defaults[key]}
@@ -466,7 +468,7 @@ def answer_by_longest(run: GpuRun) -> Answer:
         config=config,
         ways=(fit,),
         longest=tokens,
-        notes=(*fit.notes, *position_notes(config, facts.model, tokens)),
+        notes=(*fit.notes, *position_notes(config, facts, tokens)),
         reasons=Reasons(notes=fit.notes),
     )
 
@@ -498,7 +500,7 @@ def answer_ways(title: str, run: GpuRun, facts: Facts) -> Answer:
             notes.append("the model has a tower for images, which is not in these seconds (docs/planning.md)")
     chosen = choose_position_scaling(resolved.config, facts.model, longest)
     if fits and run.given.planner:
-        notes += position_notes(chosen, facts.model, longest)
+        notes += position_notes(chosen, facts, longest)
     return Answer(
         title=title,
         run=run,

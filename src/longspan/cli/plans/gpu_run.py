@@ -6,7 +6,7 @@ from typing import Any
 
 from longspan.cli.plans.gpus import Gpus, bytes_unknown_text
 from longspan.config.memory_keys import check_gpu_memory_limit
-from longspan.config.sections import RunConfig
+from longspan.config.sections import ModelConfig, RunConfig
 from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS, find_published_preset
@@ -17,8 +17,10 @@ from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, re
 from longspan.plan.shape.positions import can_scale_positions, position_limit, smallest_scaling_factor
 from longspan.resolve.facts import Facts
 from longspan.resolve.planner_config import home_of
+from longspan.resolve.run_cost import planned_teacher
 from longspan.resolve.ways import BindingKeys
 from longspan.run.checks import (
+    check_distillation,
     check_keys_needed_by_keys,
     check_model_keys,
     check_parallel,
@@ -53,6 +55,7 @@ class GpuRun:
         home = home_of(config.parallel, gpus.count)
         check_precision(config)
         check_keys_needed_by_keys(config)
+        check_distillation(config)
         check_gpu_memory_limit(config.train)
         check_parallel(home)
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
@@ -77,6 +80,13 @@ class GpuRun:
         return cls(config, gpus, model)
 
     @property
+    def teacher(self) -> Any:
+        """What the teacher's sizes are read from, as `model`."""
+        path = self.config.teacher.path
+        preset = find_published_preset(path)
+        return {"model_type": PRESETS[preset].model_type, **PRESETS[preset].values} if preset else path
+
+    @property
     def home(self) -> Layout:
         return home_of(self.config.parallel, self.gpus.count)
 
@@ -97,12 +107,14 @@ class GpuRun:
         Facts, by name.
         """
         config = self.config
+        teacher = planned_teacher(config, self.teacher, gpu=True) if config.distils else None
         return Facts(
             home=self.home,
             machine=self.gpus.machine,
             model=self.model,
             lengths_of_step=lengths_of_step,
             steps=steps,
+            teacher=teacher,
             budget=self.budget,
             state_numbers=optimizer_state_numbers(
                 config.optimizer, lora=config.lora.rank > 0, dtype=config.model.dtype
@@ -125,15 +137,25 @@ def choose_position_scaling(config: RunConfig, model: Any, longest: int) -> RunC
     return config.with_keys("model", rope_scaling="yarn")
 
 
-def position_notes(config: RunConfig, model: Any, longest: int) -> Iterator[str]:
-    """Yield what an answer says about a document of `longest` tokens, if the model has fewer positions."""
+def position_notes(config: RunConfig, facts: Facts, longest: int) -> Iterator[str]:
+    """Yield what an answer says about a document of `longest` tokens, if the model or its teacher has fewer
+    positions.
+    """
+    yield from _position_notes(config.model, facts.model, longest)
+    if facts.teacher is not None:
+        yield from _position_notes(config.teacher.as_model(), facts.teacher.config, longest)
+
+
+def _position_notes(keys: ModelConfig, model: Any, longest: int) -> Iterator[str]:
     limit = position_limit(model)
-    scaling = config.model.rope_scaling
     if limit is None or longest <= limit:
         return
-    text = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
-    if scaling:
-        factor = config.model.rope[1] or smallest_scaling_factor(model, longest)
-        yield f"{text}: model.rope_scaling = {scaling!r} stretches them {factor:g} times"
+    key = f"{keys.prefix}rope_scaling"
+    text = f"the {keys.SECTION} knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
+    if keys.rope_scaling:
+        factor = keys.rope[1] or smallest_scaling_factor(model, longest)
+        yield f"{text}: {key} = {keys.rope_scaling!r} stretches them {factor:g} times"
+    elif can_scale_positions(model):
+        yield f"{text}: {key} = 'yarn' stretches them, and without it longspan train refuses longer documents"
     else:
-        yield f"{text}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"
+        yield f"{text}, and {key} cannot stretch them: longspan train refuses longer documents"

@@ -146,12 +146,17 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
         )
     try:
         config = with_local_folders(config, weights=False)
-    except ConfigError:  # the model has no folder here, unless another one is missing
-        if not find_published_preset(path := config.model.path):
+    except ConfigError:  # the model, or its teacher, has no folder here, unless another one is missing
+        paths = {"model": config.model.path, "teacher": config.teacher.path}
+        published = {section: path for section, path in paths.items() if find_published_preset(path)}
+        if not published:
             raise
-        other_folders = with_local_folders(config.with_keys("model", path=""), weights=False)
-        # The sizes are those of the preset.
-        config = other_folders.with_keys("model", path=path)
+        for section in published:
+            config = config.with_keys(section, path="")
+        config = with_local_folders(config, weights=False)
+        for section, path in published.items():
+            # The sizes are those of the preset.
+            config = config.with_keys(section, path=path)
     return flags, Question(config, frozenset(key[2:] for key in flag_by_key))
 
 

@@ -310,6 +310,20 @@ class Cost:
             states = forward_states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
+    def with_pass_before(self, other: "Cost") -> "Cost":
+        """Return the cost of micro-batches over which another model runs forward first, by its cost of forward passes;
+        in evaluations it does too.
+        """
+
+        def add_to(cost: Cost) -> dict[str, Any]:
+            """Return the sums of both costs' seconds and bytes."""
+            sums = {name: value + getattr(other, name) for name, value in cost.constants().items()}
+            return {name: value for name, value in sums.items() if not name.endswith("_per_second")}
+
+        forward = self.forward_only()
+        both = dataclasses.replace(forward, **add_to(forward))
+        return both if self.passes == "forward" else dataclasses.replace(self, **add_to(self), forward=both)
+
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
         """Return this cost for groups of a communication type, or of the type that most layers of a list have.
         `a2a_size` slots exchange heads under a2a+p2p (0: the best number), of `heads` query heads (None: as many as so

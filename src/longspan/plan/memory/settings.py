@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 from longspan.plan.check import check_count
 from longspan.plan.form import Form
@@ -103,7 +103,8 @@ class MemorySettings(Form):
     and gradients are whole through a step, whatever the form says. On a `gpu` there are a context and communicators;
     state-space layers scan by its `scan_kernels`, else in float32, and take keys and queries once a value head where
     `keys_are_repeated`, as by the transformers that is installed. Of images a slot encodes `encoder_rows` rows in a
-    step, or, `encoder_recomputed`, in a wave (0: no encoder). The others are as in `prepare`, [train] and [parallel].
+    step, or, `encoder_recomputed`, in a wave (0: no encoder). A `teacher` (PlannedTeacher) runs over each micro-batch
+    first. The others are as in `prepare`, [train] and [parallel].
     """
 
     parameter_bytes: int = 4
@@ -124,6 +125,7 @@ class MemorySettings(Form):
     encoder_rows: int = 0
     encoder_recomputed: bool = False
     encoder_trained: Literal["all", "projector", "none"] = "all"
+    teacher: Any = None
 
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "compute_bytes", "adapter_bytes", "vpp"):

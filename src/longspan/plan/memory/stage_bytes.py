@@ -8,7 +8,7 @@ gradients of the layer behind. Where weights stay gathered, the root has the hea
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longspan.layout import Layout
 from longspan.plan.form import CheckpointPolicy
@@ -92,6 +92,12 @@ class StageBytes:
     layers_so_far: dict[_Key, tuple[LayerBytes, ...]] = field(
         default_factory=dict[_Key, tuple[LayerBytes, ...]], compare=False, repr=False
     )
+
+    @cached_property
+    def _teacher(self) -> Any:
+        """The TeacherBytes; None without a teacher."""
+        teacher = self.settings.teacher
+        return None if teacher is None else teacher.on(self.home, self.settings)
 
     @cached_property
     def shard_count(self) -> int:
@@ -253,9 +259,10 @@ class StageBytes:
         numbers = self.stage.all
         # two over all slots, one for every other axis of the home, and those of the plan's groups
         groups = (home.slots > 1) * 2 + (home.tp > 1) + (home.pp > 1) + (home.ep > 1) + (home.dp_replicate > 1)
+        of_teacher, packed_of_teacher = (0, 0) if self._teacher is None else self._teacher.weights(on_host=False)
         return Bytes(
-            weights=int(self.weight_bytes(numbers, on_host=False)),
-            packed=int(self.packed_bytes(numbers, on_host=False)),
+            weights=int(self.weight_bytes(numbers, on_host=False)) + of_teacher,
+            packed=int(self.packed_bytes(numbers, on_host=False)) + packed_of_teacher,
             states=self.state_bytes_on_device,
             communicators=(CONTEXT_BYTES + COMMUNICATOR_BYTES * (groups + self.groups)) * settings.gpu,
         )
@@ -411,8 +418,8 @@ class StageBytes:
             yield from self._moments_of_micro_batch(load, policies)
 
     def _moments_of_micro_batch(self, load: SlotLoad, policies: Sequence[CheckpointPolicy]) -> Iterator[Moment]:
-        """Yield what is held at the loss; at each layer i, the last first, as it runs backward and as its gradients are
-        summed; at the last sums; and as encoders run backward. At layer i it is
+        """Yield what is held in a teacher's pass; at the loss; at each layer i, the last first, as it runs backward and
+        as its gradients are summed; at the last sums; and as encoders run backward. At layer i it is
 
         gradients = Σ_(j>i) shard_j, or Σ shard_j in a later micro-batch; none where whole ones stay
         gathered  = root + W_i + V_(i−1), which is fetched ahead, + the gradients of i + 1, which are sent;
@@ -451,7 +458,9 @@ class StageBytes:
         # sums of gradients.
         root_ahead = self.weight_bytes(self.opening, on_host=True) * (self.micro_batches > 1)
         root_ahead += self.gradient_bytes(root) * load.later * self.trained_on_host
+        teacher = self._teacher
         gathered = root.whole * number + self.staging_bytes
+        gathered += 0.0 if teacher is None else teacher.always_gathered
         row = load.rows * self.row_bytes_between_layers
         activations = sum(layer.kept for layer in waiting) * self.in_flight + self.image_bytes[0]
         runs = [self.numbers.kinds[layer].kept_runs for layer in stage.layers]
@@ -462,6 +471,11 @@ class StageBytes:
         whole_gradients = stage.all.trained * settings.reduce_bytes * keeps_gradients_unsharded
         adds_gradients = not load.later and not self.trained_on_host
         arrives = self.shard_count > 1  # weights come from other slots, in a tensor of their own
+        if teacher is not None:  # its pass comes first
+            whole_now = all_whole * (in_place or (keeps_weights_unsharded and load.later))
+            whole_now += whole_gradients * load.later
+            gathered_before = gathered - root.whole * number + whole_now + teacher.gathered_in_pass
+            yield moment(gradients, gathered_before, 0.0, teacher.work(load))
         # 1. The loss, forward and backward: the last layer's weights are fetched ahead for backward.
         ahead = arrives * sent_whole[-1] * (not keeps_gradients_unsharded)
         # On one rank what is sent is the sum itself.
@@ -475,7 +489,11 @@ class StageBytes:
             # A head from the host is there twice before there are logits.
             logits = max(logits, self.weight_bytes(loss_head, on_host=True))
             of_head = loss_head.whole * number + ahead * (not loss_head.whole)
-            yield moment(gradients, gathered_at_loss + of_head, activations, at_loss, logits)
+            of_teacher = 0.0
+            if teacher is not None:
+                of_head += teacher.gathered_head
+                of_teacher = teacher.rows(load)
+            yield moment(gradients, gathered_at_loss + of_head, activations, at_loss + of_teacher, logits)
             yield moment(gradients, gathered_at_loss + ahead, activations, at_loss, scaled)
             if loss_head.trained:
                 both = loss_head.trained * (settings.compute_bytes + settings.reduce_bytes)
@@ -551,12 +569,16 @@ class StageBytes:
         settings = self.settings
         number = settings.compute_bytes
         vocabulary = self.numbers.vocabulary / self.home.tp
-        bytes_of_logit = 2 * number + (0 if settings.gpu else max(4, number))
-        most_rows = settings.loss_chunk_rows or max(
-            1, int(CHUNK_BYTES[settings.gpu] // (vocabulary * bytes_of_logit))
-        )
+        bytes_of_row = vocabulary * (2 * number + (0 if settings.gpu else max(4, number)))
+        most_bytes = CHUNK_BYTES[settings.gpu]
+        if self._teacher is not None:  # logits of both, and two gradients of the model's (train/loss.py)
+            columns = self._teacher.vocabulary / self.home.tp
+            bytes_of_row = (3 * vocabulary + columns) * number
+            bytes_of_row += 0 if settings.gpu else (vocabulary + columns) * max(4, number)
+            most_bytes //= 2
+        most_rows = settings.loss_chunk_rows or max(1, int(most_bytes // bytes_of_row))
         chunks = -(-load.rows // most_rows)
-        logits = -(-load.rows // chunks) * vocabulary * bytes_of_logit
+        logits = -(-load.rows // chunks) * bytes_of_row
         # bytes of a number of the head's gradient: in the sum, beside a chunk's logits, and while it is scaled
         sum_bytes = max(4, number) if chunks > 1 else number
         beside_logits = sum_bytes * (chunks > 1) + number
@@ -569,9 +591,10 @@ class StageBytes:
         """Return the bytes that wait on the host: activations of the load that has most there, weights and states."""
         activations = max(sum(layer.host for layer in self.waiting_bytes(load, policies)) for load in loads)
         numbers = self.stage.all
+        of_teacher, packed_of_teacher = (0, 0) if self._teacher is None else self._teacher.weights(on_host=True)
         return Bytes(
-            weights=int(self.weight_bytes(numbers, on_host=True)),
-            packed=int(self.packed_bytes(numbers, on_host=True)),
+            weights=int(self.weight_bytes(numbers, on_host=True)) + of_teacher,
+            packed=int(self.packed_bytes(numbers, on_host=True)) + packed_of_teacher,
             gradients=int(self.gradient_bytes(numbers)) if self.trained_on_host else 0,
             kept=int(activations * self.in_flight),
             states=self.state_bytes if self.states_on_host else 0,
