@@ -120,7 +120,9 @@ def _cost_settings(values: dict[str, Any]) -> CostSettings:
     """The settings of a row: its layers recompute alike, all of them or as many as it says."""
     form = dict(values)
     word, layers = form.pop("recomputation", "none"), form.pop("recomputed_layers", 0)
-    trains_all = not form.pop("frozen", False)
+    frozen = form.pop("frozen", False)  # true, or how frozen weights are stored
+    trains_all = not frozen
+    form |= {"frozen": frozen} if isinstance(frozen, str) else {}
     return CostSettings(checkpoint_policies=(word,) * layers or word, trains_all=trains_all, **form)
 
 

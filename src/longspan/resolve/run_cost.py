@@ -17,6 +17,7 @@ from longspan.plan import Cost, MemoryPlan, MemorySettings
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, read_machine
 from longspan.plan.form import Form
+from longspan.plan.memory.model_numbers import adapted_widths
 from longspan.plan.memory.settings import known_state_numbers
 from longspan.plan.memory.teacher_bytes import PlannedTeacher
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
@@ -106,6 +107,9 @@ def find_run_cost(
         )
         other = _teacher_cost(teacher, priced_on, settings, streamed)
         return priced_on.cost(model_config, own).with_pass_before(other)
+        adapters = memory_settings_of_run(config, gpu=gpu, state_numbers=0.0)
+        settings = replace(settings, adapted_widths=adapted_widths(model_config, adapters))
+        return (machine or run_machine(config, gpu=gpu)).cost(model_config, settings)
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}")
         return Cost() if gpu else replace(Cost(), source="")

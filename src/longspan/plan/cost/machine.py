@@ -78,6 +78,13 @@ WEIGHT_COPY_BYTES = 2.2  # FSDP2's copies of a weight
 UPDATE_BYTES = 11.2
 # Bytes/s of copies from and to the host at once, over those of one way (an H200's bus, in GB/s).
 BOTH_WAYS = 102 / 55
+# Weights that come, sums that come and sums that go, one after another, over weights that come while others go.
+ONE_AT_A_TIME = 3 * BOTH_WAYS / 2
+# Numbers that an adapter reads and writes for each input and output of its linear. Forward the input is read, and the
+# output written, read beside the linear's, and their sum written; backward its gradient is scaled and read by two
+# products, the input is read, and its two gradients are added. Then (1 + 4) / 2 and (5 + 4) / 2 in the mean.
+FORWARD_ADAPTER_PASSES = 2.5
+ADAPTER_PASSES = FORWARD_ADAPTER_PASSES + 4.5
 # Packed weights are taken to be unpacked at this share of the speed of memory (not measured).
 UNPACKING_SHARE = 0.6
 # Rates over that of dense products in bfloat16: float8 with its conversions, scans of state-space layers, and their
@@ -116,7 +123,8 @@ class CostSettings(Form):
     """What of a run changes the time of a model: the second argument of `Machine.cost`.
 
     A form, whose layers recompute as `recomputation` says, and besides: whether a step `trains_all` weights, or an
-    adapter over frozen ones; `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` slots that share
+    adapter over frozen ones, on linears whose inputs and outputs are `adapted_widths` in all layers together;
+    `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` slots that share
     experts, and only `forward` passes. FSDP2 shards weights over `shards` slots (0: every slot has all of them, without
     FSDP2), in `dp_replicate` copies, gathers them for every micro-batch's forward pass and again for its backward pass,
     and sums gradients; what the form keeps whole it gathers or sums once a step. `weight_ranks` of a slot share its
@@ -127,6 +135,7 @@ class CostSettings(Form):
     """
 
     trains_all: bool = True
+    adapted_widths: float = 0.0
     bytes_per_number: int = 2
     tp: int = 1
     ep: int = 1
@@ -298,7 +307,13 @@ class Machine:
         cost = self._shape_cost(shape, settings.bytes_per_number)
         forward = self._shape_cost(shape.forward, settings.bytes_per_number) if shape.forward_layers else cost
         forward = self._add_row_seconds(
-            forward, shape.forward, settings, passes=3 * FORWARD_PASSES, products=3, saved=6
+            forward,
+            shape.forward,
+            settings,
+            passes=3 * FORWARD_PASSES,
+            adapter_passes=3 * FORWARD_ADAPTER_PASSES,
+            products=3,
+            saved=6,
         )
         # Such passes are short: what the host takes to launch them counts, in place of a micro-batch's seconds.
         forward = replace(forward, micro_batch_seconds=0.0).forward_only()
@@ -315,7 +330,10 @@ class Machine:
         # Logits have products forward, for gradients of rows and, where the head is trained, for those of weights.
         products = 2 if frozen else 3
         passes = 1 + RECOMPUTED_PASSES * share
-        cost = self._add_row_seconds(cost, shape, settings, passes=passes, products=products, saved=saved)
+        adapter_passes = ADAPTER_PASSES + FORWARD_ADAPTER_PASSES * share
+        cost = self._add_row_seconds(
+            cost, shape, settings, passes=passes, adapter_passes=adapter_passes, products=products, saved=saved
+        )
         cost = self._add_sharding_seconds(cost, shape, settings, share, packed)
         if on_host:
             cost = self._add_host_seconds(cost, shape, settings, packed)
@@ -326,7 +344,8 @@ class Machine:
     ) -> Cost:
         """Copies of the root, the embedding, hide behind nothing: they come before the first layer, for a pass and for
         an update that hides behind the pass, and their gradients go after it. The head's, unless it is the embedding,
-        hide as a layer's do. Every backward pass but the first also waits for gradients that come back."""
+        hide as a layer's do. Every backward pass but the first also waits for gradients that come back, and for those
+        that go: the stream that copies waits until sums have left, so that these copies go one way at a time."""
         streamed, paged = (
             size / self.paging_bytes_per_second for size in (settings.streamed_bytes, settings.paged_bytes)
         )
@@ -347,15 +366,23 @@ class Machine:
             micro_batch_seconds=cost.micro_batch_seconds + copies * root_share * streamed,
             update_seconds=cost.update_seconds + root_share * paged,
             streaming_seconds=(1 - root_share) * streamed,
-            gradient_seconds=(copies - 1) * (1 - root_share) * streamed,
+            gradient_seconds=(copies - 1) * (1 - root_share) * streamed * (ONE_AT_A_TIME - 1),
             paging_seconds=(1 - root_share) * paged,
         )
 
     def _add_row_seconds(
-        self, cost: Cost, shape: ModelShape, settings: CostSettings, *, passes: float, products: int, saved: float
+        self,
+        cost: Cost,
+        shape: ModelShape,
+        settings: CostSettings,
+        *,
+        passes: float,
+        adapter_passes: float,
+        products: int,
+        saved: float,
     ) -> Cost:
         """Logits of rows that predict nothing are left out. `passes` are a layer's passes over memory, over those of
-        forward and backward together. Logits take `products` of 2 FLOPs for each weight of the head. In float8
+        forward and backward together, `adapter_passes` those of adapters over what their linears read and write. Logits take `products` of 2 FLOPs for each weight of the head. In float8
         `saved` FLOPs for each weight of the layers are faster."""
         tp = max(settings.tp, settings.weight_ranks)  # runs set only weight_ranks, to their tp
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
@@ -366,7 +393,8 @@ class Machine:
         if shape.streams > 1:
             layer_bytes += STREAM_BYTES * shape.streams * shape.decoder_layers
         layer_bytes *= (COMPILED_SHARE if compiled else 1.0) * shape.hidden
-        layer_seconds = layer_bytes / self.memory_bytes_per_second * passes
+        adapter_bytes = adapter_passes * settings.adapted_widths * settings.bytes_per_number
+        layer_seconds = (layer_bytes * passes + adapter_bytes) / self.memory_bytes_per_second
         head_weights = shape.hidden * shape.logits
         rate = self.product_flops_per_second
         logit_seconds = settings.target_share * shape.logits * LOGIT_BYTES / self.memory_bytes_per_second

@@ -14,10 +14,10 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plain_text import gib_text
 from longspan.plan.cost.cost import FORWARD_SHARE, Cost
-from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine
+from longspan.plan.cost.machine import ONE_AT_A_TIME, SHARDING_SHARE, CostSettings, Machine
 from longspan.plan.form import CHECKPOINT_POLICIES, CheckpointPolicy, Form, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
-from longspan.plan.memory.model_numbers import ModelNumbers, Numbers, make_stages
+from longspan.plan.memory.model_numbers import ModelNumbers, Numbers, adapted_widths, make_stages
 from longspan.plan.memory.settings import Bytes, MemoryBudget, MemorySettings
 from longspan.plan.memory.stage_bytes import StageBytes
 from longspan.plan.plan import Plan
@@ -147,7 +147,9 @@ class MemoryModel:
         """The cost of a slot where all layers keep all ("none"), "selective" or "full"."""
         settings = self.settings
         tp = self.home.tp
-        costs = CostSettings(trains_all=settings.trains_all, ep=self.home.ep).with_form(settings)
+        costs = CostSettings(
+            trains_all=settings.trains_all, adapted_widths=adapted_widths(self.config, settings), ep=self.home.ep
+        ).with_form(settings)
         if not settings.gpu or tp > 1:
             costs = replace(costs, compiled="none")
         kinds: tuple[Recomputation, ...] = ("none", "selective", "full")
@@ -325,8 +327,8 @@ class MemoryPrices:
     def streaming_seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds of a micro-batch, in the mean over a step's, in which nothing runs but copies of weights
         on the host: those of the embedding and its gradients, what the head's take longer than the last layer, and a
-        layer's than its work, in each pass. In all micro-batches but the first, sums of gradients come back too. 0
-        where no weights are on the host.
+        layer's than its work, in each pass. In all micro-batches but the first, sums of gradients come back and go
+        too, one after another. 0 where no weights are on the host.
         """
         if not memory.offload_weights:
             return 0.0
@@ -338,7 +340,7 @@ class MemoryPrices:
         work, _ = self._layer_work
         backward = (1 - FORWARD_SHARE) * work
         shown = max(0.0, copy - FORWARD_SHARE * work) + max(0.0, copy - backward) / place.micro_batches
-        later_copy = 2 * copy if place.trained_on_host else copy
+        later_copy = ONE_AT_A_TIME * copy if place.trained_on_host else copy
         shown += max(0.0, later_copy - backward) * (1 - 1 / place.micro_batches)
         around_layers = opening_bytes / self.machine.paging_bytes_per_second
         around_layers += max(0.0, head_seconds - FORWARD_SHARE * work)

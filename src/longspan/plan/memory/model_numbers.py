@@ -231,6 +231,23 @@ def _count_layer_parameters(
     )
 
 
+def adapted_widths(config: object, settings: MemorySettings) -> float:
+    """Return the inputs and outputs of all linears with adapters, in all layers together; experts are left out.
+
+    Raises PlanError for a model that cannot be counted.
+    """
+    if settings.trains_all:
+        return 0.0
+    read = ConfigReader.read_language_model(config)
+    kinds = layer_kinds(read)
+    mixer = read_mixer_shape(read) if any(kind.mixes for kind in kinds) else None
+    of_kinds = {
+        kind: sum(a + b for name, a, b in _adapter_linears(read, kind, mixer) if settings.has_adapter(name))
+        for kind in dict.fromkeys(kinds)
+    }
+    return sum(map(of_kinds.__getitem__, kinds))
+
+
 def _whole_numbers(read: ConfigReader, kind: LayerKind) -> float:
     """What every tensor-parallel rank of a layer that attends has whole: norms of heads, and where rows choose keys or
     see entries indexers, sinks, a bias for each row of a window and channel, and the norms of narrow rows and of
