@@ -701,7 +701,7 @@ def test_large_models_are_proposed_in_four_bits(
 
 
 # of the page: weights, GiB of the host, and whether weights stay on the device
-OTHER_ROWS = (("float32", 128, True), ("float32", 128, False), ("bfloat16", 128, False), ("bfloat16", 256, False))
+OTHER_ROWS = (("float32", 128, True), ("bfloat16", 256, False))
 DAILY_ROWS = (("float32", 256, False), ("bfloat16", 128, True))
 
 
@@ -738,6 +738,50 @@ def test_whole_frozen_weights_wait_on_the_host(
     page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text(encoding="utf-8")
     cells = " | ".join(f"{answer['longest']:,}" for answer in answers)
     assert f"\n| {name} | whole, bfloat16 | {cells} |\n" in page
+
+
+CARDS = (Path(__file__).parents[2] / "docs" / "small-cards.md").read_text(encoding="utf-8")
+CARD_MODELS = {  # a column's model, and the flags beside those of all
+    "Qwen3-8B": ("Qwen/Qwen3-8B",),
+    "Qwen3-30B-A3B": ("Qwen/Qwen3-30B-A3B", "--lora.target_modules", "q_proj,k_proj,v_proj,o_proj"),
+    "Qwen3-32B": ("Qwen/Qwen3-32B",),
+    "Llama-3.3-70B": ("meta-llama/Llama-3.3-70B-Instruct",),
+}
+CARD_QUESTIONS = [
+    (tokens, host, gib, model)
+    for tokens, host in ((16384, 64), (65536, 128))
+    for gib in (8, 12, 16, 24, 32, 48)
+    for model in CARD_MODELS
+]
+DAILY_CARD = (16384, 64, 24, "Llama-3.3-70B")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "host", "gib", "model"),
+    [pytest.param(*q, marks=() if q == DAILY_CARD else pytest.mark.whole) for q in CARD_QUESTIONS],
+)
+def test_the_page_of_small_cards_has_what_is_answered(
+    tokens: int, host: int, gib: int, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ["--model", *CARD_MODELS[model], "--gpu", "rtx4090", "--gpu-bytes", str(gib << 30), "--same", f"1x{tokens}"]
+    words += ["--host-bytes", str(host << 30), "--lora.rank", "16", "--model.dtype", "bfloat16"]
+    answer = ask([*words, "--model.frozen", "nf4"], capsys)
+    section = CARDS.partition(f"## A document of {tokens:,} tokens, {host} GiB of host\n")[2].partition("\n## ")[0]
+    column = 1 + [*CARD_MODELS].index(model)
+    cells = [line.strip("| ").split(" | ")[column] for line in section.splitlines() if line.startswith(f"| {gib} GiB")]
+    seconds = f"{answer['step_seconds']:.0f} s, {answer['host']['total'] / 2**30:.0f} GiB" if answer["fits"] else "–"
+    longest = f"{answer['longest']:,}" if answer["longest"] else "–"
+    assert cells == ([seconds, longest] if tokens == 16384 else [seconds])
+
+
+def test_half_a_bus_takes_longer_where_copies_do_not_hide(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "Qwen/Qwen3-32B", "--gpu", "rtx4090", "--gpu-bytes", str(12 << 30), "--same", "1x2048"]
+    words += ["--lora.rank", "16", "--model.dtype", "bfloat16", "--model.frozen", "nf4"]
+    usual, half = (ask([*words, *speed], capsys)["step_seconds"] for speed in ((), ("--host-speed", "13.75")))
+    assert half > 1.3 * usual
+    assert main(["plan", *words, "--host-speed", "-1"]) == 2
+    assert "--host-speed -1: a speed is above 0" in capsys.readouterr().err
 
 
 def test_frozen_weights_are_whole_or_in_four_bits_in_one_table(

@@ -410,7 +410,7 @@ def test_weights_leave_the_device_after_all_that_costs_less() -> None:
         return choose_memory(QWEN3_8B, one, plan, MemorySettings(), budget, fixed=FixedMemory(**fixed))
 
     assert not choose(65536, 129).offload_weights and not choose(32768).offload_weights
-    long = choose(131072)
+    long = choose(200_000)
     assert long.offload_weights and long.offload_optimizer_states and not long.segment_layers
     assert long.device.weights == long.device.gradients == 0 < long.host.gradients
     assert choose(680_000).segment_layers  # both
@@ -516,10 +516,12 @@ def test_a_cost_has_copies_from_the_host() -> None:
         (turn,) = both.turn_seconds([work - both.micro_batch_seconds])
         shown = both.lockstep_seconds([work - both.micro_batch_seconds]) - turn
         assert shown == pytest.approx(max(0.0, both.paging_seconds - room))
-    # sums so far come back in the second pass and later ones; no gradients in adapters' base, none in evaluations
+    # sums so far come back and go again in later passes, one way at a time; there are no gradients in adapters' base,
+    # and none in evaluations
     first, *others = streamed.turn_seconds([0.5] * 3)
     assert others == pytest.approx([first + streamed.gradient_seconds] * 2)
-    assert streamed.gradient_seconds == streamed.streaming_seconds
+    one_way = streamed.streaming_seconds * 51 / 55
+    assert streamed.gradient_seconds + streamed.streaming_seconds == pytest.approx(3 * one_way)
     assert not cost(streamed_bytes=51e9, trains_all=False).gradient_seconds
     assert not streamed.forward_only().gradient_seconds
     forward = streamed.forward_only()
@@ -554,7 +556,7 @@ def test_lengths_that_fit_with_weights_on_the_host(
     memory = choose(least)
     assert memory.offload_weights and memory.fits(budget)
     with pytest.raises(PlanError, match="does not fit"):
-        choose(least if gpus == 1 else 2_100_000, offload_weights=False)
+        choose(least, offload_weights=False)
 
 
 # ---- frozen weights in 4 and 8 bits

@@ -604,6 +604,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     best = answer.ways[0]
     figures = way_figures(best)
     budget = answer.run.known_budget()
+    host_speed = answer.run.gpus.machine.host_copy_bytes_per_second
     memory = planned_memory(best)
     assert answer.seconds is not None
     yield from (answer.title, f"on {answer.run.gpus.title}", "", memory.summary_line(budget))
@@ -637,7 +638,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
     yield (
         f"a GPU may be filled up to {gib_text(budget.device)} (train.device_memory_limit), the host up to "
-        f"{gib_text(budget.host)} for each GPU"
+        f"{gib_text(budget.host)} for each GPU, over a bus of {host_speed / 1e9:g} GB/s each way"
     )
     yield from ("", "the keys, as a file of longspan train (longspan plan --write FILE writes it):")
     yield from _key_lines(answer)

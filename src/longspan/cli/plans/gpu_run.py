@@ -11,7 +11,7 @@ from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS, find_published_preset
 from longspan.plan import MemoryBudget
-from longspan.plan.memory.settings import GPU_SHARE
+from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, read_experts
 from longspan.plan.shape.positions import can_scale_positions, position_limit, smallest_scaling_factor
@@ -94,7 +94,7 @@ class GpuRun:
     def budget(self) -> MemoryBudget | None:
         """What a GPU and its share of the host may be filled with; None where the bytes of a GPU are not known."""
         device = self.config.train.device_memory_limit or int(GPU_SHARE * (self.gpus.bytes or 0))
-        return MemoryBudget(device=device, host=self.gpus.host_bytes) if device else None
+        return MemoryBudget(device=device, host=int(HOST_SHARE * self.gpus.host_bytes)) if device else None
 
     def known_budget(self) -> MemoryBudget:
         """Return the budget. Raises ConfigError where it is not known."""

@@ -13,7 +13,7 @@ from longspan.host import free_host_bytes
 from longspan.plain_text import gib_text
 from longspan.plan import Machine
 from longspan.plan.cost.machine import find_machine_of_device, read_machine, scale_product_speeds
-from longspan.plan.memory.settings import HOST_SHARE, LEAST_OF_GPU, bytes_hint
+from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint
 
 HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
 
@@ -62,6 +62,10 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
         raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give --tflops N, such as 400, or --machine")
     gpu = flags.gpu if flags.names_gpus else run_machine or "h200"
     named = read_machine(gpu, "--gpu" if flags.names_gpus else "--machine") if gpu else None
+    if not 0 <= flags.host_speed < math.inf:
+        raise ConfigError(
+            f"--host-speed {flags.host_speed:g}: a speed is above 0; give GB/s each way, such as 13.75"
+        )
     machine = named or Machine()
     size_text = f" of {flags.gpu_bytes:,} bytes" if flags.gpu_bytes else ""
     size = flags.gpu_bytes or machine.memory_bytes or None
@@ -71,6 +75,8 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
     elif flags.tflops:
         speed = scale_product_speeds(machine, flags.tflops * 1e12 / machine.product_flops_per_second)
         speed = replace(speed, assumed=False, source=f"the model on GPUs of {flags.tflops:g} TFLOP/s")
+    if flags.host_speed:
+        speed = replace(speed, host_copy_bytes_per_second=flags.host_speed * 1e9)
     if size is None and flags.names_gpus:
         raise ConfigError(bytes_unknown_text(f"--gpu {gpu}", machine))
     return Gpus(
@@ -103,7 +109,7 @@ def choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     host = 0
     if name:
         host_ranks = count_host_ranks() if has_torchrun() else ranks
-        host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, host_ranks))
+        host = (free_host_bytes() or 0) // max(1, host_ranks)
     size = here.bytes or machine.memory_bytes or Machine().memory_bytes
     return Gpus(
         machine=machine, count=ranks, bytes=size, host_bytes=host or HOST_BYTES, name=name or machine.device

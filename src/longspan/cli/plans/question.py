@@ -46,7 +46,10 @@ class GpuFlags(PlanningFlags):
     tflops: float = 0.0
     """What a GPU sustains, in 1e12 FLOP/s; 0: that of --gpu or --machine."""
     host_bytes: int = 0
-    """Bytes of the host's memory that are free for each GPU; 0: 128 GiB, an assumption."""
+    """Bytes of the host's memory that are free for each GPU, of which 85 % are filled; 0: 128 GiB, an assumption."""
+    host_speed: float = 0.0
+    """GB/s of copies to the host's memory, each way; 0: those of --gpu or --machine. A card on 16 lanes of PCIe 4 has
+    27.5, on 8 of them, or on 16 of PCIe 3, 13.75."""
     longest: bool = False
     """The most tokens of one document over all of them, and what takes which bytes."""
     data: str = ""

@@ -382,8 +382,9 @@ class Machine:
         saved: float,
     ) -> Cost:
         """Logits of rows that predict nothing are left out. `passes` are a layer's passes over memory, over those of
-        forward and backward together, `adapter_passes` those of adapters over what their linears read and write. Logits take `products` of 2 FLOPs for each weight of the head. In float8
-        `saved` FLOPs for each weight of the layers are faster."""
+        forward and backward together, `adapter_passes` those of adapters over what their linears read and
+        write. Logits take `products` of 2 FLOPs for each weight of the head. In float8 `saved` FLOPs for each weight of
+        the layers are faster."""
         tp = max(settings.tp, settings.weight_ranks)  # runs set only weight_ranks, to their tp
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
         # Half of a layer's passes are attention's, half an MLP's; those of experts are in the rate of experts.

@@ -19,10 +19,8 @@ from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.settings import MemoryBudget, MemorySettings
 from longspan.plan.plan import Plan
 
-# rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all
-TILE_ROWS = 16384
-# These are the tiles of segments, which come where little else fits.
-SMALL_TILE_ROWS = 8192
+# Rows of a tile where the plan runs MLPs in tiles, the fastest first.
+TILE_ROWS = (16384, 8192, 4096, 2048)
 SEGMENT_LAYERS = 4  # layers of a segment that the plan chooses, where nothing else fits
 
 
@@ -154,10 +152,9 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
     settings = place.settings
     tiles_open = fixed.mlp_tile_tokens is None
     tiles = [fixed.mlp_tile_tokens or 0]
-    # Small tiles come with segments only.
-    small_tiles = [SMALL_TILE_ROWS] if tiles_open else []
-    if tiles_open and max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface:
-        tiles = [0, TILE_ROWS, SMALL_TILE_ROWS]
+    if tiles_open and place.read.family.experts_interface:
+        rows = max(load.rows for load in needs.loads)
+        tiles += [tile_rows for tile_rows in TILE_ROWS if tile_rows < rows]
     states = [False, True] if settings.gpu and settings.state_numbers > 0 else [False]
     if fixed.offload_optimizer_states is not None:
         states = [fixed.offload_optimizer_states]
@@ -180,7 +177,6 @@ def _settings_to_try(needs: MemoryNeeds, fixed: FixedMemory) -> list[MemorySetti
             _segment_sizes_to_try(fixed), tiles, on_host, _sharding_to_try(needs, fixed)
         )
         if frees or not weights_move  # weights that wait on the host are not kept whole
-        if segments or tile_rows not in small_tiles
     ]
 
 

@@ -22,6 +22,7 @@ from longspan.plan.memory.settings import Bytes, MemoryBudget, MemorySettings
 from longspan.plan.memory.stage_bytes import StageBytes
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import feed_forward_weights
 from longspan.plan.shape.model_shape import ModelShape
 
 # A slot has at most so many groups that have communicators of their own (comm/process_groups.py).
@@ -271,8 +272,10 @@ class MemoryNeeds:
         return (place.host_bytes(self.loads, policies) for place in self.places)
 
 
-# Tiles of a layer's MLP add this share of the layer's time (an H200, 128K to 512K rows).
+# Tiles of a layer's MLP add this share of the layer's time (an H200, 128K to 512K rows, tiles of 16,384).
 TILED_SHARE = 0.06
+# For each tile the MLP's weights are read by so many products: forward, again in backward, and for gradients of rows.
+READS_OF_TILE = 3
 # This share of the time of copies to the host that runs beside a layer's work is lost all the same.
 SHOWN_SHARE = 0.1
 
@@ -297,14 +300,15 @@ class MemoryPrices:
         return self.seconds_on_device(memory, memory.checkpoint_policies) + on_host
 
     def seconds_beyond_settings(self, memory: MemoryPlan) -> float:
-        """Return the seconds that `MemoryPlan.cost_settings` leaves out, which knows one policy for all layers that
-        recompute: how much longer the plan's own policies take in the largest micro-batch than that one, copies to the
-        host included; negative where they take less.
+        """Return the seconds that `MemoryPlan.cost_settings` leaves out, which knows no segments and tiles, and one
+        policy for all layers that recompute: how much longer the plan takes in the largest micro-batch than under that
+        one, copies to the host included; negative where it takes less.
         """
         word: CheckpointPolicy = memory.recomputation
         policies = memory.checkpoint_policies
         one_policy: list[CheckpointPolicy] = ["none" if policy == "none" else word for policy in policies]
-        return self.seconds_on_device(memory, policies) - self.seconds_on_device(memory, one_policy)
+        without = replace(memory, segment_layers=0, mlp_tile_tokens=0)
+        return self.seconds_on_device(memory, policies) - self.seconds_on_device(without, one_policy)
 
     def update_seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds of an update's copies, without those that hide behind the next forward pass, where weights
@@ -354,12 +358,12 @@ class MemoryPrices:
         # all but the last layer of a segment run forward once more, attention included, as untiled layers do
         if choice.segment_layers > 1:
             layers_run_again = sum(word != "none" for word in policies) * (1 - 1 / choice.segment_layers)
-            layers += layers_run_again * self._layer_seconds[False]["full"]
+            layers += layers_run_again * self._layer_prices(0)["full"]
         return layers + self._sharding_seconds(choice)
 
     def layer_prices(self, choice: Form) -> dict[str, float]:
         """Return the seconds that each policy adds to a layer."""
-        return self._layer_seconds[bool(choice.mlp_tile_tokens)]
+        return self._layer_prices(choice.mlp_tile_tokens)
 
     def least_seconds(self, needs: MemoryNeeds, words: Sequence[CheckpointPolicy]) -> float:
         """Return the least seconds that a plan of these needs may add, if each layer keeps one of these policies."""
@@ -413,9 +417,29 @@ class MemoryPrices:
         again["full"] = full + number_seconds * 2 * (shape.query_width + shape.key_width)
         return plain, again
 
+    def _layer_prices(self, tile_rows: int) -> dict[str, float]:
+        """Of MLPs in tiles of so many rows, 0: without tiles. Each tile reads the MLP's weights anew, and adds to the
+        gradients of trained ones, which it reads and writes."""
+        whole, tiled = self._layer_seconds
+        if not tile_rows:
+            return whole
+        times = READS_OF_TILE + 2 * self.place.settings.trains_all
+        tiles = max(1.0, self.load.rows / tile_rows)
+        seconds = tiles * times * self._mlp_bytes / self.machine.memory_bytes_per_second
+        return {word: price + seconds for word, price in tiled.items()}
+
     @cached_property
-    def _layer_seconds(self) -> dict[bool, dict[str, float]]:
-        """Without tiles (False) and with them (True). A copy to the host may hide behind the forward pass, a third
+    def _mlp_bytes(self) -> float:
+        """A rank's weights of an MLP, or of a layer's experts, in the compute type, in the mean over the layers."""
+        place = self.place
+        kinds = place.numbers.kinds
+        of_kinds = {kind: feed_forward_weights(place.read, kind.feeds) for kind in dict.fromkeys(kinds)}
+        numbers = mean(of_kinds[kind].all + of_kinds[kind].unvisited for kind in kinds)
+        return numbers * place.settings.compute_bytes / (place.home.tp * place.home.ep)
+
+    @cached_property
+    def _layer_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Without tiles and with the largest ones. A copy to the host may hide behind the forward pass, a third
         of a layer's time, and the copy back behind the rest; of what hides SHOWN_SHARE counts. A tiled MLP runs
         forward again: a tiled layer that keeps all counts as one under "exchanged"."""
         place = self.place
@@ -430,7 +454,7 @@ class MemoryPrices:
             hidden = min(copy, plain / 3) + min(copy, plain - plain / 3)
             whole[word] = again[word.partition("+")[0]] + 2 * copy - (1 - SHOWN_SHARE) * hidden
             tiled[word] = (again["exchanged"] if word == "none" else whole[word]) + TILED_SHARE * plain
-        return {False: whole, True: tiled}
+        return whole, tiled
 
     @cached_property
     def _all_layers(self) -> Numbers:
