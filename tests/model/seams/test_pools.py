@@ -364,6 +364,7 @@ def test_blocks_by_kernel_are_those_of_the_class(dtype: torch.dtype) -> None:
         of_rows = positions[:, first : first + count]
         seen = keys[: first + count]
         arguments = {"hidden_states": hidden, "position_embeddings": rotary(hidden, of_rows), "position_ids": of_rows}
+        arguments["cache"] = None
         with torch.no_grad(), patch.object(blocks, "score_blocks", wraps=blocks.score_blocks) as scored:
             chosen = blocks._choose_by_scores(indexer, arguments, seen, first)
             expected = blocks._run_class(indexer, arguments, lambda _, seen=seen: seen[None, None])

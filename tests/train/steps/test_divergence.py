@@ -138,7 +138,9 @@ def kernel_errors(
     before = student.clone()
     alone = settings.compare_rows(student, teacher.clone())
     found = settings.compare_rows(student, teacher, weights)
-    assert torch.equal(student, before) and torch.equal(alone.losses, found.losses) and alone.gradient is None
+    assert torch.equal(student, before) and alone.gradient is None
+    # A compiler may fuse products and sums otherwise where there is a gradient.
+    assert relative_error(alone.losses, found.losses) <= 1e-6
     assert found.gradient is not None and wanted.gradient is not None and found.gradient.dtype == dtype
     pairs = zip(RowDivergences._fields, found, wanted, strict=True)
     errors = {name: relative_error(a.double(), b) for name, a, b in pairs}
