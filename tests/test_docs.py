@@ -521,14 +521,19 @@ def test_figures_of_speed_are_recorded() -> None:
         assert any(f"| {ours} |" in line and "longspan" in line for line in lines)
         assert any(f"| {theirs} |" in line and "Hugging Face" in line for line in lines)
     text = " ".join(README.split())
-    faster = re.search(
-        r"is faster: ([\d,]+) and ([\d,]+) tokens/s.* LoRA is ([\d.]+) times .* full training ([\d.]+)\.", text
+    better = re.search(
+        r"\(4 × 8K, (\d+) and (\d+) GiB\) it has ([\d,]+) and ([\d,]+), longspan ([\d,]+) and ([\d,]+) "
+        r"\((\d+) and (\d+) GiB\): ([\d.]+) and ([\d.]+) ×",
+        text,
     )
-    assert faster is not None
-    without = re.findall(r"\| 4 x 8,192 \| [^|]* \| ([\d,]+), [^|]*\|[^|]*\|[^|]*\| ([\d.]+) \|", peers)
-    assert [*zip(faster.groups()[:2], faster.groups()[2:], strict=True)] == without[::-1]
+    assert better is not None
+    numbers = r"\| ([\d,]+) \| ([\d,]+) \| ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d.]+) \|"
+    full, lora = re.findall(rf"\| Qwen3-8B, (?:full|LoRA) \| 4 x 8,192 {numbers}", peers)
+    said = [x for pair in zip(lora, full, strict=True) for x in pair]
+    order = (2, 3, 4, 5, 0, 1, 6, 7, 8, 9)  # of peer, longspan, both peaks and the ratio, LoRA before full
+    assert [better.groups()[i] for i in order] == [f"{float(x):.0f}" if 3 < i < 8 else x for i, x in enumerate(said)]
     # and the price in memory on one GPU, from the least to the most
-    spans = re.findall(r"(\d+) to (\d+)(?: GiB)?", re.findall(r"on one GPU (\d+ to .*?\));", text)[0])
+    spans = re.findall(r"(\d+) to (\d+)(?: GiB)?", re.findall(r"on one GPU (\d+ to .*?\))\.", text)[0])
     peaks = list[list[float]]()
     for record, table, columns in (
         ("one-gpu-peer-H200.md", "qlora", (5, 4)),
