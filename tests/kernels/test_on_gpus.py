@@ -37,7 +37,7 @@ NORMS = {
     "gate after": (NormFormula(gate="last"), 128),
     "sigmoid after": (NormFormula(gate="last", activation="sigmoid"), 20),
 }
-EXPERTS = ((130, 8, 16, 2048), (7, 1, 3, 40), (1, 2, 4, 3000))  # rows, visits of each, experts, hidden size
+EXPERTS = ((130, 8, 16, 2048), (7, 1, 3, 40), (3, 2, 4, 3000))  # rows, visits of each, experts, hidden size
 GPT_OSS = GateFormula(1.702, 7.0, 1.0, interleaved=True)
 # Rows, hidden size, width, experts, visits of each row: the second as in gpt-oss-20b.
 GPT_OSS_EXPERTS = ((40, 24, 40, 8, 3), (1024, 2880, 2880, 32, 4))
