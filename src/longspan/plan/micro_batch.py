@@ -151,7 +151,15 @@ class MicroBatch:
 
     def groups_of(self, slot: int) -> tuple[tuple[int, Group], ...]:
         """Return the groups that a slot is in, with their index, in order."""
-        return tuple((i, group) for i, group in enumerate(self.groups) if slot in group.slots)
+        return self._groups_of_slots.get(slot, ())
+
+    @cached_property
+    def _groups_of_slots(self) -> dict[int, tuple[tuple[int, Group], ...]]:
+        groups = dict[int, list[tuple[int, Group]]]()
+        for index, group in enumerate(self.groups):
+            for slot in group.slots:
+                groups.setdefault(slot, []).append((index, group))
+        return {slot: tuple(of_slot) for slot, of_slot in groups.items()}
 
     @property
     def most_rows(self) -> int:

@@ -27,6 +27,7 @@ from longspan.plan import (
     plan_fixed,
 )
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings
+from longspan.plan.cost.type_prices import TypePrice
 from longspan.plan.form import Form
 from longspan.plan.memory.layer_table import LayerTable, slot_loads
 from longspan.plan.memory.memory_choice import fit_with_fewest_slow_layers, memory_choices
@@ -660,3 +661,26 @@ def test_lengths_that_fit_one_gpu_in_four_bits(config: Any, gib: int, least: int
         choose_memory(config, home, plan, whole, budget, fixed=on_device)
     with pytest.raises(PlanError, match=r"\(context.max_tokens_per_slot\), or a higher parallel.tp"):
         choose_memory(config, home, plan, settings, replace(budget, device=1 << 30))
+
+
+def test_slots_of_the_same_groups_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 slots in four groups took minutes, as each slot priced the types of its group, slot by slot."""
+    asked = list[Group]()
+    fastest = Machine.fastest_type_price
+
+    def count(machine: Machine, group: Group, *args: Any, **kwargs: Any) -> TypePrice:
+        asked.append(group)
+        return fastest(machine, group, *args, **kwargs)
+
+    monkeypatch.setattr(Machine, "fastest_type_price", count)
+    read = ConfigReader.read_language_model(QWEN3_8B)
+    groups = tuple(
+        Group(tuple(range(128 * i, 128 * i + 128)), (i,), (1024 * (i + 1),), cp_comm_type="auto") for i in range(4)
+    )
+    plan = Plan(512, (1024, 2048, 3072, 4096), (MicroBatch(groups),), targets=1)
+    assert [plan.micro_batches[0].groups_of(slot) for slot in (0, 127, 128, 511)] == [
+        ((i, groups[i]),) for i in (0, 0, 1, 3)
+    ]
+    loads = slot_loads([plan], read, MemorySettings(), Machine())
+    assert max(load.rows for load in loads) == 32
+    assert len(asked) == len(groups)

@@ -6,6 +6,7 @@ of attention under every communication type, by which "auto" is resolved.
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -606,8 +607,8 @@ class Machine:
         # the members that exchange heads under a2a+p2p; a prime degree has no two levels: its a2a+p2p is a ring
         divisors = [size for size in range(2, degree) if degree % size == 0]
         a2a_sizes = [sizes[0]] if sizes else divisors or [1]
-        nodes = [slot // (node_size or self.node_size) for slot in group.slots]
-        together = min(nodes.count(node) for node in nodes)
+        nodes = Counter(slot // (node_size or self.node_size) for slot in group.slots)
+        together = min(nodes.values())
         prices: dict[str, TypePrice] = {}
         types = [("a2a", degree), ("p2p", 1), ("all_gather", 1), *(("a2a+p2p", size) for size in a2a_sizes)]
         for kind, exchanging in types:

@@ -4,7 +4,7 @@ A part has numbers a row that autograd saves, and numbers that its backward pass
 configuration; tests/plan/memory counts the same on real models by what their operators save.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from operator import ge
@@ -93,13 +93,13 @@ def slot_loads(
     chooses = bool(types & {*CHOOSING})
     gathers = bool(types & ({*CHOOSING} - {*ENTRIES}))
 
-    def load(plan: Plan, batch: MicroBatch, slot: int, *, later: bool) -> SlotLoad:
-        """Return the load of a slot in a micro-batch: at least one row, and one run. Zigzag gives a slot two runs of
-        each document.
+    def load(plan: Plan, batch: MicroBatch, groups: Iterable[int], *, later: bool) -> SlotLoad:
+        """Return the load of a slot that is in these groups of a micro-batch: at least one row, and one run. Zigzag
+        gives a slot two runs of each document.
         """
         rows = exchanged = ring = gathered = runs = longest = group_size = 0
         members = 1
-        for _, group in batch.groups_of(slot):
+        for group in map(batch.groups.__getitem__, groups):
             group_rows = group.rows_per_slot
             rows += group_rows
             group_size = max(group_size, group_rows * group.degree)
@@ -131,10 +131,11 @@ def slot_loads(
         return replace(one, group_rows=max(group_size, whole_rows), longest=max(batch.lengths, default=0))
 
     loads = {
-        load(plan, batch, slot, later=index > 0)
+        load(plan, batch, groups, later=index > 0)
         for plan in plans
         for index, batch in enumerate(plan.micro_batches)
-        for slot in range(plan.slots)
+        # Slots of the same groups have the same load.
+        for groups in {tuple(i for i, _ in batch.groups_of(slot)) for slot in range(plan.slots)}
     }
     largest: list[SlotLoad] = []
     for one in sorted(loads, reverse=True):  # a load that covers another, with no smaller number, comes before it
