@@ -97,6 +97,8 @@ def find_run_cost(
     if not gpu:
         settings = replace(settings, compiled="none")
     try:
+        adapters = memory_settings_of_run(config, gpu=gpu, state_numbers=0.0)
+        settings = replace(settings, adapted_widths=adapted_widths(model_config, adapters))
         priced_on = machine or run_machine(config, gpu=gpu)
         if teacher is None:
             return priced_on.cost(model_config, settings)
@@ -107,9 +109,6 @@ def find_run_cost(
         )
         other = _teacher_cost(teacher, priced_on, settings, streamed)
         return priced_on.cost(model_config, own).with_pass_before(other)
-        adapters = memory_settings_of_run(config, gpu=gpu, state_numbers=0.0)
-        settings = replace(settings, adapted_widths=adapted_widths(model_config, adapters))
-        return (machine or run_machine(config, gpu=gpu)).cost(model_config, settings)
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}")
         return Cost() if gpu else replace(Cost(), source="")
