@@ -606,7 +606,7 @@ def test_bytes_of_a_gpu_here(config: str, capsys: pytest.CaptureFixture[str], mo
     assert main([*words, "--train.activation_checkpointing", "full"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["gpus"], answer["gpu_bytes"], answer["gpu"]) == (2, 42_000_000_000, "NVIDIA A100-SXM4-40GB")
-    assert answer["host_bytes"] == int(0.85 * 50_000_000_000)
+    assert answer["host_bytes"] == 50_000_000_000
     assert answer["keys"]["context.max_tokens_per_slot"] == 3000
     assert main([*words, "--train.activation_checkpointing", "full", "--device", "cpu", "--world", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -771,20 +771,15 @@ def test_the_page_of_small_cards_has_what_is_answered(
     column = 1 + [*CARD_MODELS].index(model)
     cells = [line.strip("| ").split(" | ")[column] for line in section.splitlines() if line.startswith(f"| {gib} GiB")]
     longest = f"{answer['longest']:,}" if answer["longest"] else "–"
-    assert cells[1:] == [longest] * (tokens == 16384)
-    if not answer["fits"]:
-        assert cells[0] == "–"
-        return
-    # as the first answer of docs/fit.md: beyond 10 % it must be pasted again
-    shown = [float(n) for n in re.findall(r"\d+", cells[0])]
-    assert shown == pytest.approx([answer["step_seconds"], answer["host"]["total"] / 2**30], rel=0.1, abs=1.0)
+    seconds = f"{answer['step_seconds']:.0f} s, {answer['host']['total'] / 2**30:.0f} GiB" if answer["fits"] else "–"
+    assert cells == ([seconds, longest] if tokens == 16384 else [seconds])
 
 
 def test_half_a_bus_takes_longer_where_copies_do_not_hide(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "Qwen/Qwen3-32B", "--gpu", "rtx4090", "--gpu-bytes", str(12 << 30), "--same", "1x2048"]
+    words = ["--model", "Qwen/Qwen3-32B", "--gpu", "rtx4090", "--gpu-bytes", str(12 << 30), "--same", "1x256"]
     words += ["--lora.rank", "16", "--model.dtype", "bfloat16", "--model.frozen", "nf4"]
     usual, half = (ask([*words, *speed], capsys)["step_seconds"] for speed in ((), ("--host-speed", "13.75")))
-    assert half > 1.03 * usual
+    assert half > 1.3 * usual
     assert main(["plan", *words, "--host-speed", "-1"]) == 2
     assert "--host-speed -1: a speed is above 0" in capsys.readouterr().err
 
