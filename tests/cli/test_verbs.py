@@ -31,7 +31,7 @@ def test_every_example_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     names = capsys.readouterr().out.splitlines()
     shipped = {path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.*")}
     assert {*names} >= {name for name in shipped if name.endswith((".toml", ".py", ".sh"))}
-    assert names[0] == "dpo.py" and not any("__pycache__" in name for name in names)
+    assert names[0] == "distill.py" and not any("__pycache__" in name for name in names)
     assert main(["examples", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"examples": names}
 

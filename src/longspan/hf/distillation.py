@@ -92,14 +92,17 @@ class DistillationPart(StepsPart):
             self._teacher = teacher.requires_grad_(False)
             self._prepare_model(teacher, Facade(lambda: teacher, self._token_values), training=False)
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **keywords: Any
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
         """Take the Trainer's loss, in whose place a GKDTrainer has the mean of the divergences of a batch's targets, at
         temperature 1, as TRL's.
         """
         if not is_distilling(type(self)):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **keywords)
+            return super().compute_loss(model, inputs, *args, **keywords)
+        return self._mean_of_divergences(inputs, *args, **keywords)
+
+    def _mean_of_divergences(
+        self, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         entries = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         logits_of = self._facade.logits_of
         self._facade.logits_of = None
