@@ -139,7 +139,12 @@ CASES: dict[str, tuple[Callable[[], Any], Layout, dict[str, Any], str]] = {
         {},
         r"mlp.down_proj.weight: its rows have 96 numbers, .* on each of 2 tensor-parallel ranks; use tp 1, as 1 more",
     ),
-    "full training": (lambda: adapted().unload(), Layout(ranks=1), {}, "no LoRA adapter, .* set lora.rank"),
+    "full training": (
+        lambda: adapted().unload().requires_grad_(),
+        Layout(ranks=1),
+        {},
+        "no LoRA adapter, .* set lora.rank",
+    ),
     "whole modules": (whole_copy, Layout(ranks=1), {}, r"modules_to_save trains model.layers.0.mlp.down_proj, which"),
     "DoRA": (dora, Layout(ranks=1), {}, "use_dora"),
     "trained weights": (trained_base, Layout(ranks=1), {}, r"1 weight of them .*up_proj.* are trained; freeze them"),
