@@ -115,7 +115,10 @@ def test_what_a_run_does_changes_the_cost_of_its_model_on_a_machine(tmp_path: Pa
         ({}, CostSettings(bytes_per_number=4)),
         ({"train__float8": "rowwise"}, CostSettings(bytes_per_number=4, float8="rowwise")),
         (full, CostSettings(bytes_per_number=4, checkpoint_policies="full")),
-        (full | {"lora__rank": 4}, CostSettings(bytes_per_number=4, checkpoint_policies="full", trains_all=False)),
+        (
+            full | {"lora__rank": 4},
+            CostSettings(bytes_per_number=4, checkpoint_policies="full", trains_all=False, adapted_widths=2176),
+        ),
         ({"mtp__num_layers": 1}, CostSettings(bytes_per_number=4, mtp_layers=1)),
     ):
         cost = find_run_cost(config_of(**keys, **changes), MODEL, print, gpu=False)

@@ -175,7 +175,9 @@ def _warm_up_models(rank: int) -> None:
         family = plan_fixed([9, 7, 30], world.home, 1, parents=(2, 2, -1))
         depths = add_mtp(AutoModelForCausalLM.from_config(config), 2)
         for model, mtp in ((depths, MtpLoss()), (AutoModelForSequenceClassification.from_config(labelled), None)):
-            training: Any = SimpleNamespace(model=prepare(model, world), world=world, router=None, mtp_loss=mtp)
+            training: Any = SimpleNamespace(
+                model=prepare(model, world), world=world, router=None, mtp_loss=mtp, distillation=None
+            )
             for plan in (family, plan_fixed([30, 9], world.home, 1)):
                 for backward in (False, True):
                     warm_up_module._run_plan(training, plan, backward=backward)
